@@ -1,0 +1,184 @@
+"""The guard in one process, for an engine whose code you can edit: both halves behind one object.
+
+This is the surface that other adapters fill in from an engine's hooks, too. The embedded engine of the fault campaign
+calls exactly this, and nothing else of kvguard.
+
+A step has two calls. `before_forward` goes after the block table, its padding and the slot mapping are final and before
+attention reads the cache; `after_forward` goes where the sampled tokens are read, before any of them leaves.
+
+A fault inside the guard is logged loudly, `health().armed` says so, and every later book-keeping call is a no-op: books
+that broke once prove nothing. With `on_guard_error` = `disarm` the engine then runs unguarded; with `abort` every
+`before_forward` raises GuardFault, so that nothing unproven leaves until the replica is restarted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from kvguard.config import GuardConfig
+from kvguard.guard import Guard, GuardHalt, Retired
+from kvguard.judge import Judgement
+from kvguard.pools import PoolSpec
+from kvguard.telemetry import Health
+from kvguard.verifier import PendingVerdicts, PoolInputs, Verifier
+from kvguard.violation import Proof, Violation
+
+__all__ = ["GuardFault", "GuardHalt", "PagedGuard"]
+
+T = TypeVar("T")
+
+
+class GuardFault(RuntimeError):
+    """A fault inside kvguard while `on_guard_error` is `abort`.
+
+    The requests of the step in hand are unproven: the engine must drop their tokens and end them. `requests` names them.
+    """
+
+    def __init__(self, message: str, requests: tuple[str, ...] = ()) -> None:
+        super().__init__(message)
+        self.requests = requests
+
+
+class PagedGuard:
+    """Guard and Verifier of one engine in one process.
+
+    All calls belong to the thread that schedules and launches the forward, except `health` and `violations`.
+    See `kvguard.guard.Guard` for what each book-keeping call means.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[PoolSpec],
+        *,
+        config: GuardConfig | None = None,
+        backend: str = "torch",
+        device: Any = "cpu",
+        proofs: frozenset[Proof] | None = None,
+    ) -> None:
+        self._guard = Guard(pools, config, proofs=proofs)
+        self._verifier = Verifier(self._guard.setup, backend=backend, device=device)
+        self._requests: tuple[str, ...] = ()
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        """The most recent violations, oldest first."""
+        return self._guard.violations
+
+    def health(self) -> Health:
+        """Whether the guard is armed, fit and alive, and its counters."""
+        return self._guard.health()
+
+    def show_content(self, content_of: Callable[[str], str]) -> None:
+        """What a report may show of a request; only used if `report_content` is set."""
+        self._guard.show_content(content_of)
+
+    def _shielded(self, unguarded: T, call: Callable[[], T]) -> T:
+        """`call()`, or `unguarded` once the guard is disarmed; a fault of the guard follows `on_guard_error`."""
+        if not self._guard.armed:
+            return unguarded
+        try:
+            return call()
+        except GuardHalt:
+            raise
+        except Exception as error:
+            self._guard.fault(error)
+            return unguarded
+
+    def _require_armed(self) -> None:
+        """Raise GuardFault if the guard failed and the engine may not go on without it."""
+        if not self._guard.armed and self._guard.config.on_guard_error == "abort":
+            raise GuardFault("kvguard has failed: this step is unproven", self._requests)
+
+    # -- requests and pages ---------------------------------------------------------------------------------------
+
+    def start(self, request: str) -> None:
+        """A request enters."""
+        self._shielded(None, lambda: self._guard.start(request))
+
+    def finish(self, request: str) -> None:
+        """A request ends; call this before `retire` of its pages."""
+        self._shielded(None, lambda: self._guard.finish(request))
+
+    def preempt(self, request: str) -> None:
+        """A request loses its pages and waits."""
+        self._shielded(None, lambda: self._guard.preempt(request))
+
+    def resume(self, request: str) -> None:
+        """A preempted request gets pages again."""
+        self._shielded(None, lambda: self._guard.resume(request))
+
+    def rewind(self, request: str, tokens: int) -> None:
+        """Only the first `tokens` tokens of the request are confirmed."""
+        self._shielded(None, lambda: self._guard.rewind(request, tokens))
+
+    def allocate(self, request: str, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
+        """The allocator gave these pages to the request; returns those that may be used."""
+        return self._shielded(list(pages), lambda: self._guard.allocate(request, pages, pool=pool))
+
+    def adopt(
+        self, request: str, hits: Sequence[tuple[Hashable, int]], *, pool: str | None = None
+    ) -> int:
+        """The request takes cached pages, as (cache key, page); returns how many leading ones it may use."""
+        return self._shielded(len(hits), lambda: self._guard.adopt(request, hits, pool=pool))
+
+    def publish(self, request: str, column: int, key: Hashable, *, pool: str | None = None) -> bool:
+        """The request's page in `column` enters the cache under `key`; False: drop the entry."""
+        return self._shielded(True, lambda: self._guard.publish(request, column, key, pool=pool))
+
+    def unpublish(self, pages: Sequence[int], *, pool: str | None = None) -> None:
+        """The pages left the cache; who holds them keeps them."""
+        self._shielded(None, lambda: self._guard.unpublish(pages, pool=pool))
+
+    def truncate(self, request: str, columns: int, *, pool: str | None = None) -> list[int]:
+        """The request keeps its first `columns` pages; returns those it gave up."""
+        return self._shielded([], lambda: self._guard.truncate(request, columns, pool=pool))
+
+    def drop(self, request: str, start: int, stop: int, *, pool: str | None = None) -> list[int]:
+        """Columns [start, stop) left the request's window; returns their pages."""
+        return self._shielded([], lambda: self._guard.drop(request, start, stop, pool=pool))
+
+    def retire(self, pages: Sequence[int], *, by: str | None = None, pool: str | None = None) -> Retired:
+        """The allocator takes pages back; only `reusable` ones may be handed out again."""
+        unguarded = Retired(reusable=list(pages), refused=[], quarantined=[])
+        return self._shielded(unguarded, lambda: self._guard.retire(pages, by=by, pool=pool))
+
+    def reset(self, *, pool: str | None = None, revoke_held: bool = False) -> list[int]:
+        """The engine emptied its cache, slept or changed weights; returns released quarantined pages, to be zeroed."""
+        return self._shielded([], lambda: self._guard.reset(pool=pool, revoke_held=revoke_held))
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def before_forward(
+        self,
+        requests: Sequence[str],
+        table_rows: Sequence[int],
+        tokens_end: Sequence[int],
+        inputs: Mapping[str, PoolInputs] | PoolInputs,
+    ) -> PendingVerdicts | None:
+        """Check what this step's attention will read. None once the guard is disarmed.
+
+        `inputs`: per pool name, or one PoolInputs if there is one pool. A failing row is neutralised in place: its live
+        block-table entries become the null page, its slots become the skip slot.
+        """
+        self._requests = tuple(requests)
+
+        def check() -> PendingVerdicts | None:
+            delta = self._guard.step(requests, table_rows, tokens_end)
+            given = {self._guard.setup.pools[0].name: inputs} if isinstance(inputs, PoolInputs) else inputs
+            return self._verifier.check(delta, given)
+
+        checked = self._shielded(None, check)
+        self._require_armed()
+        return checked
+
+    def after_forward(self, pending: PendingVerdicts | None) -> Judgement:
+        """The verdicts of that step, acted on. Raises GuardHalt if one is a violation and `on_violation` is `halt`."""
+        nothing = Judgement(step=0)
+        if pending is None:
+            return nothing
+        judgement = self._shielded(nothing, lambda: self._guard.judge(pending.resolve()))
+        self._require_armed()
+        if judgement.halt:
+            raise GuardHalt(judgement.violations[0])
+        return judgement

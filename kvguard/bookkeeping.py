@@ -1,0 +1,313 @@
+"""Requests and pages: the half of the Guard's calls that an engine's scheduler and allocator make."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+
+from kvguard.books import Books
+from kvguard.page_table import PageState, Promise
+from kvguard.requests import RequestState
+from kvguard.telemetry import emit
+from kvguard.violation import Kind, Proof
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retired:
+    """What became of pages that an allocator wanted back.
+
+    reusable     may go to the free list
+    refused      must stay where they are: freeing them is a violation (double free, still held by a running request)
+    quarantined  are given up by their owner and must not go to the free list either, until `reset`
+    """
+
+    reusable: list[int]
+    refused: list[int]
+    quarantined: list[int]
+
+
+class BookKeeping:
+    """The book-keeping calls of a Guard. Pages are the allocator's; a pool is named by its PoolSpec, None: the first."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._control = Proof.CONTROL_PLANE in books.proofs
+
+    # -- requests -------------------------------------------------------------------------------------------------
+
+    def start(self, request: str) -> None:
+        """A request enters. ValueError if its id is live already."""
+        if request in self._books.requests:
+            raise ValueError(f"request {request!r} is live already: finish it first, or give the new one another id")
+        self._books.new_state(request)
+
+    def finish(self, request: str) -> None:
+        """The request ends, for whatever reason; its ledgers are forgotten, its pages stay as they are.
+
+        Call this before `retire` of its pages. Its steps in flight are still judged. No error if it is not live.
+        """
+        books = self._books
+        state = books.requests.pop(request, None)
+        if state is None:
+            return
+        books.release_all(state)
+        state.alive = False
+        books.rows.give_slot(state.slot)
+
+    def preempt(self, request: str) -> None:
+        """The request loses all its pages and waits; steps of it that are in flight no longer count as progress."""
+        state = self._books.state(request)
+        self._books.release_all(state)
+        self._restart(state)
+        state.preempted = True
+
+    def resume(self, request: str) -> None:
+        """A preempted request is about to get pages again. ValueError if it was not preempted."""
+        state = self._books.state(request)
+        if not state.preempted:
+            raise ValueError(f"request {request!r} was not preempted")
+        state.preempted = False
+        self._restart(state)
+
+    def _restart(self, state: RequestState) -> None:
+        books = self._books
+        books.incarnations += 1
+        state.incarnation = books.incarnations
+        books.rows.begin(state)
+
+    def rewind(self, request: str, tokens: int) -> None:
+        """Only the first `tokens` tokens are confirmed: speculation was rejected. Pages stay in the ledger.
+
+        Promises and publications of this request past that length are revoked.
+        """
+        books = self._books
+        state = books.state(request)
+        rows = books.rows
+        rows.computed[state.slot] = min(int(rows.computed[state.slot]), tokens)
+        rows.scheduled[state.slot] = min(int(rows.scheduled[state.slot]), tokens)
+        for pending in books.pending.values():
+            for row, other in enumerate(pending.states):
+                if other is state:
+                    pending.ends[row] = min(int(pending.ends[row]), tokens)
+            for _, promise in pending.promises:
+                if promise.writer is state and promise.kept is None and promise.need_tokens > tokens:
+                    promise.kept = False
+                    books.tables[books.pool_index[promise.pool]].settle(promise)
+        for table, ledger in zip(books.tables, state.ledgers, strict=True):
+            size = table.spec.page_size
+            if size is None:
+                continue
+            for column in range(tokens // size, len(ledger)):
+                page = ledger.page(column)
+                if table.tag(page) == ledger.tag(column) and table.record(page).holders == {request}:
+                    table.unpublish(page)
+
+    # -- pages ----------------------------------------------------------------------------------------------------
+
+    def allocate(self, request: str, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
+        """The allocator gave `pages` to the request, for its next columns in this order; returns those accepted.
+
+        A page that is not accepted must not be used: it is still someone's (double allocation), in quarantine, the null
+        page, or outside the pool. The caller draws others and calls again; a refused page leaves the free list for good
+        and comes back when its holder frees it. Only pages accepted are in the ledger.
+        """
+        books = self._books
+        index = books.index(pool)
+        table, state = books.tables[index], books.state(request)
+        ledger = state.ledgers[index]
+        accepted = []
+        for page in pages:
+            if (table.spec.name, page) in books.quarantine and books.enforcing:
+                continue
+            if self._control:
+                problem = table.problem_with_allocation(page)
+                if problem is not None:
+                    books.control_violation(problem, index, page, request)
+                    if books.enforcing:
+                        continue
+            if not 0 <= page < table.spec.num_pages:
+                # Let through for lack of a control plane: the device has no tag for it and will flag the row.
+                ledger.append(page, table.invent_tag())
+                accepted.append(page)
+                continue
+            promise = table.record(page).promise
+            if promise is not None:
+                self._break(promise)
+            ledger.append(page, table.allocate(page, request))
+            accepted.append(page)
+        books.rows.sync(state, index)
+        return accepted
+
+    def skip(self, request: str, columns: int, *, pool: str | None = None) -> None:
+        """The request's next `columns` columns stay empty: pages that a sliding window does not need."""
+        index = self._books.index(pool)
+        state = self._books.state(request)
+        state.ledgers[index].skip(columns)
+        self._books.rows.sync(state, index)
+
+    def publish(
+        self, request: str, column: int, key: Hashable, *, pool: str | None = None
+    ) -> bool:
+        """The page in the request's `column` can now be found in the cache under the engine's own key.
+
+        Fine before its KV is computed: it is then a promise, kept by the step that writes its last token. False if the
+        publication is refused: the page is no longer the request's own; the engine must drop the entry.
+        """
+        books = self._books
+        index = books.index(pool)
+        table, state = books.tables[index], books.state(request)
+        ledger = state.ledgers[index]
+        page, tag = ledger.page(column), ledger.tag(column)
+        if page < 0 or table.problem_with_page(page) is not None or table.tag(page) != tag:
+            if self._control:
+                books.control_violation(table.problem_with_page(page) or Kind.PUBLISH_UNOWNED, index, page, request)
+                return not books.enforcing
+            return True
+        size = table.spec.page_size
+        need = 0 if size is None else (column + 1) * size
+        promise = None
+        if need > int(books.rows.computed[state.slot]):
+            promise = Promise(pool=table.spec.name, page=page, tag=tag, writer=state, need_tokens=need)
+            self._attach(promise, state)
+        previous = table.record(page).promise
+        if previous is not None:
+            self._break(previous)
+        table.publish(page, key, promise, request)
+        return True
+
+    def _attach(self, promise: Promise, state: RequestState) -> None:
+        """An open promise waits with the step in flight that writes it, or with the writer until one is scheduled."""
+        for pending in self._books.pending.values():
+            for row, other in enumerate(pending.states):
+                same = other is state and int(pending.incarnations[row]) == state.incarnation
+                if same and int(pending.ends[row]) >= promise.need_tokens:
+                    promise.step = pending.step
+                    pending.promises.append((row, promise))
+                    return
+        state.promises.append(promise)
+
+    def _break(self, promise: Promise) -> None:
+        if promise.kept is None:
+            promise.kept = False
+            self._books.tables[self._books.pool_index[promise.pool]].settle(promise)
+
+    def adopt(
+        self, request: str, hits: Sequence[tuple[Hashable, int]], *, pool: str | None = None
+    ) -> int:
+        """The request takes cached pages for its next columns; returns how many leading hits are accepted.
+
+        `hits`: (the engine's cache key, page) in column order. A hit counts only if that page's current publication
+        carries that very key. After a refused hit the engine treats the rest as not cached and computes it.
+        """
+        books = self._books
+        index = books.index(pool)
+        table, state = books.tables[index], books.state(request)
+        ledger = state.ledgers[index]
+        accepted = 0
+        for key, page in hits:
+            problem = table.problem_with_adoption(page, key)
+            if problem is None and (table.spec.name, page) in books.quarantine and books.enforcing:
+                break
+            if problem is not None:
+                if self._control:
+                    books.control_violation(problem, index, page, request)
+                    if books.enforcing:
+                        break
+                # What it was promised is a publication that is gone: an expectation that no page meets.
+                ledger.append(page, table.invent_tag())
+                accepted += 1
+                continue
+            promise = table.record(page).promise
+            if promise is not None and promise.writer is not state:
+                promise.dependents.append((state, state.incarnation))
+                state.depends.append(promise)
+            table.adopt(page, request)
+            ledger.append(page, table.tag(page))
+            accepted += 1
+        books.rows.sync(state, index)
+        return accepted
+
+    def drop(self, request: str, start: int, stop: int, *, pool: str | None = None) -> list[int]:
+        """Columns [start, stop) of the request are no longer live (a sliding window moved on); returns their pages."""
+        return self._cut(request, pool, lambda ledger: ledger.drop(start, stop))
+
+    def truncate(self, request: str, columns: int, *, pool: str | None = None) -> list[int]:
+        """The request keeps only its first `columns` columns; returns the pages it gave up, for the caller to free."""
+        return self._cut(request, pool, lambda ledger: ledger.truncate(columns))
+
+    def _cut(self, request: str, pool: str | None, cut: Callable[..., list[int]]) -> list[int]:
+        books = self._books
+        index = books.index(pool)
+        state = books.state(request)
+        pages = cut(state.ledgers[index])
+        for page in pages:
+            books.tables[index].release(page, request)
+        books.rows.sync(state, index)
+        return pages
+
+    def retire(self, pages: Sequence[int], *, by: str | None = None, pool: str | None = None) -> Retired:
+        """The allocator wants `pages` back, free to be handed out again. Only `reusable` ones may go to its free list.
+
+        `by`: the request that gives them back, if it is known and has not finished; its ledger keeps expecting the tag
+        the page had, so that a read after its own free is flagged.
+        """
+        books = self._books
+        index = books.index(pool)
+        table = books.tables[index]
+        result = Retired(reusable=[], refused=[], quarantined=[])
+        for page in pages:
+            if self._control:
+                problem = table.problem_with_retire(page, by)
+                if problem is not None:
+                    books.control_violation(problem, index, page, by)
+                    if books.enforcing:
+                        result.refused.append(page)
+                        continue
+            if table.problem_with_page(page) is None and table.tag(page) != 0:
+                promise = table.retire(page, by)
+                if promise is not None:
+                    self._break(promise)
+            if (table.spec.name, page) in books.quarantine and books.enforcing:
+                result.quarantined.append(page)
+            else:
+                result.reusable.append(page)
+        return result
+
+    def unpublish(self, pages: Sequence[int], *, pool: str | None = None) -> None:
+        """The pages can no longer be found in the cache; who holds them keeps them."""
+        index = self._books.index(pool)
+        table = self._books.tables[index]
+        for page in pages:
+            if 0 <= page < table.spec.num_pages:
+                promise = table.record(page).promise
+                table.unpublish(page)
+                if promise is not None and not promise.dependents:
+                    self._break(promise)
+
+    def reset(self, *, pool: str | None = None, revoke_held: bool = False) -> list[int]:
+        """The engine emptied its prefix cache, slept, woke up or changed its weights.
+
+        Every publication is gone, pages that no request holds are vacant, quarantined pages are released. Returns the
+        released pages that nobody holds, ascending: the caller zeroes them and puts those on its free list that are
+        not there already.
+        `revoke_held`: KV of running requests is invalid too (new weights); a request that reads it again is flagged.
+        """
+        books = self._books
+        index = books.index(pool)
+        table = books.tables[index]
+        released = books.quarantine.release(table.spec.name)
+        for page in table.live_pages():
+            if revoke_held or not table.record(page).holders:
+                promise = table.retire(page, None)
+                if promise is not None:
+                    self._break(promise)
+            else:
+                # Its writer still computes it; only the cache forgets it.
+                table.unpublish(page)
+        books.breaker.reset()
+        emit("reset", pool=table.spec.name, released_pages=len(released))
+        return [page for page in released if not table.record(page).holders]
+
+    def page_state(self, page: int, *, pool: str | None = None) -> PageState:
+        """Where a page is in its life; for tests and for `doctor`-like tools."""
+        return self._books.tables[self._books.index(pool)].record(page).state

@@ -1,0 +1,215 @@
+"""Everything the host half holds: pools, requests, evidence and policy. Guard, steps and judge work on it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from kvguard.config import GuardConfig
+from kvguard.ledger import Ledger
+from kvguard.page_table import PageTable
+from kvguard.policy import Breaker, Quarantine
+from kvguard.pools import PoolSpec
+from kvguard.recorder import FlightRecorder, PageEvent
+from kvguard.report import write_report
+from kvguard.requests import RequestState, RowArrays
+from kvguard.tags import TagCounter, draw_digest_key
+from kvguard.telemetry import Counters, emit
+from kvguard.violation import Action, Kind, Proof, Violation
+
+if TYPE_CHECKING:
+    from kvguard.steps import PendingStep
+
+RECENT_VIOLATIONS = 256
+
+
+class GuardHalt(RuntimeError):
+    """Raised where `on_violation` is `halt`: the engine must stop. `violation` says why."""
+
+    def __init__(self, violation: Violation) -> None:
+        super().__init__(violation.message)
+        self.violation = violation
+
+
+class Books:
+    """The host's state. One thread owns it; see `kvguard.guard.Guard`."""
+
+    def __init__(self, pools: Sequence[PoolSpec], config: GuardConfig, proofs: frozenset[Proof]) -> None:
+        if not pools:
+            raise ValueError("a guard needs at least one pool")
+        names = [spec.name for spec in pools]
+        if len(set(names)) != len(names):
+            raise ValueError(f"pool names must differ: {', '.join(names)}")
+        self.config = config
+        self.proofs = proofs
+        self.key = draw_digest_key(config.seed)
+        self.tags = TagCounter(config.seed)
+        self.recorder = FlightRecorder(config.recorder_events_per_page)
+        self.tables = tuple(PageTable(spec, self.tags, self.recorder) for spec in pools)
+        self.pool_index = {name: index for index, name in enumerate(names)}
+        self.rows = RowArrays(len(pools))
+        self.requests: dict[str, RequestState] = {}
+        self.pending: dict[int, PendingStep] = {}
+        self.quarantine = Quarantine(config.quarantine_pages_max)
+        self.breaker = Breaker(config.breaker_violations, config.breaker_window_s)
+        self.counters = Counters()
+        self.recent: deque[Violation] = deque(maxlen=RECENT_VIOLATIONS)
+        self.incarnations = 0
+        self.step = 0
+        self.content_of: Callable[[str], str] | None = None
+        """Given only with `report_content`: what an adapter lets a report show of a request."""
+
+    @property
+    def enforcing(self) -> bool:
+        """Violations have consequences; False while they are only observed."""
+        if self.config.on_violation == "observe":
+            return False
+        return not (self.breaker.tripped and self.config.breaker_action == "observe")
+
+    def index(self, pool: str | None) -> int:
+        """The index of a pool by name; None means the only or first one."""
+        if pool is None:
+            return 0
+        try:
+            return self.pool_index[pool]
+        except KeyError:
+            raise ValueError(f"no pool {pool!r}: this guard has {', '.join(self.pool_index)}") from None
+
+    def state(self, request: str) -> RequestState:
+        """The live request; ValueError if it was never started or has finished."""
+        try:
+            return self.requests[request]
+        except KeyError:
+            raise ValueError(f"request {request!r} was not started, or has finished") from None
+
+    def new_state(self, request: str) -> RequestState:
+        """A fresh request with empty ledgers."""
+        self.incarnations += 1
+        state = RequestState(
+            id=request,
+            slot=self.rows.take_slot(),
+            incarnation=self.incarnations,
+            ledgers=tuple(Ledger(self.key) for _ in self.tables),
+        )
+        self.rows.begin(state)
+        self.requests[request] = state
+        return state
+
+    def release_all(self, state: RequestState) -> None:
+        """Forget what the request holds in every pool; its pages stay as they are."""
+        for table, ledger in zip(self.tables, state.ledgers, strict=True):
+            for _, page, _ in ledger.entries():
+                table.release(page, state.id)
+            ledger.clear()
+        for promise in state.promises:
+            # No step was scheduled that writes this page: whoever adopted it will be stopped before reading it.
+            promise.kept = False
+            self.tables[self.pool_index[promise.pool]].settle(promise)
+        state.promises.clear()
+        state.depends.clear()
+
+    def control_violation(
+        self, kind: Kind, pool: int, page: int, request: str | None, detail: str = ""
+    ) -> Violation:
+        """Record a fault of an allocator or cache operation, and raise GuardHalt if so configured."""
+        table = self.tables[pool]
+        in_pool = 0 <= page < table.spec.num_pages
+        record = table.record(page) if in_pool else None
+        holders = sorted(record.holders) if record else []
+        action = Action.HALTED if self.config.on_violation == "halt" else Action.REFUSED
+        violation = self.violate(
+            Violation(
+                id="",
+                proof=Proof.CONTROL_PLANE,
+                kind=kind,
+                action=action if self.enforcing else Action.OBSERVED,
+                pool=table.spec.name,
+                request=request,
+                step=self.step,
+                page=page,
+                found_tag=record.tag if record else 0,
+                owner=", ".join(holders) or (record.owner if record else None),
+                page_size=table.spec.page_size,
+                history=self.recorder.history(table.spec.name, page),
+                detail=detail,
+            )
+        )
+        if violation.action is Action.HALTED:
+            raise GuardHalt(violation)
+        return violation
+
+    def violate(self, draft: Violation) -> Violation:
+        """Number, count, log and write down a violation; `draft` is complete but for id and time."""
+        counters = self.counters
+        counters.violations += 1
+        if draft.action is Action.REFUSED:
+            counters.refused += 1
+        elif draft.action is Action.OBSERVED:
+            counters.observed += 1
+        elif draft.action is Action.ABORTED:
+            counters.aborted += 1
+        fields = {name: getattr(draft, name) for name in Violation.__dataclass_fields__}
+        fields.update(id=f"kvg-{os.getpid():x}-{counters.violations}", time_s=time.time())
+        violation = Violation(**fields)
+        self.recent.append(violation)
+        if violation.page >= 0:
+            self.recorder.record(
+                violation.pool,
+                violation.page,
+                PageEvent(self.step, "violation", violation.found_tag, violation.request, str(violation.kind)),
+            )
+        emit(
+            "violation",
+            severity="error",
+            id=violation.id,
+            proof=str(violation.proof),
+            kind=str(violation.kind),
+            action=str(violation.action),
+            pool=violation.pool,
+            request=violation.request,
+            step=violation.step,
+            column=violation.column,
+            page=violation.page,
+            owner=violation.owner,
+            message=violation.message,
+        )
+        if self.config.report_dir is not None:
+            content = None
+            if self.config.report_content and self.content_of and violation.request is not None:
+                content = self.content_of(violation.request)
+            try:
+                write_report(self.config.report_dir, violation, content=content)
+            except OSError as error:
+                # Losing a report file must not lose the abort.
+                emit("report_not_written", severity="error", id=violation.id, error=str(error))
+        if self.breaker.count():
+            emit(
+                "breaker_tripped",
+                severity="critical",
+                violations=self.config.breaker_violations,
+                window_s=self.config.breaker_window_s,
+                action=self.config.breaker_action,
+            )
+        return violation
+
+    def quarantine_page(self, pool: int, page: int) -> bool:
+        """Take a page out of circulation; False if the bound is reached (logged and counted)."""
+        name = self.tables[pool].spec.name
+        if (name, page) in self.quarantine:
+            return True
+        if not self.quarantine.mark(name, page):
+            self.counters.quarantine_refused += 1
+            emit(
+                "quarantine_full",
+                severity="warning",
+                pool=name,
+                page=page,
+                bound=self.config.quarantine_pages_max,
+            )
+            return False
+        self.counters.quarantined += 1
+        self.recorder.record(name, page, PageEvent(self.step, "quarantined", self.tables[pool].tag(page), None))
+        return True

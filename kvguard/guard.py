@@ -1,0 +1,175 @@
+"""The host half: page table, ledgers, policy. It lives next to the scheduler and never touches a device.
+
+Threads. One thread owns a Guard: the engine's scheduling thread, which makes every call here except `health`,
+`violations` and `armed`, which any thread may make. `step` and `judge` check the thread and raise if it is another one.
+The Verifier is owned by the thread that launches the forward; the two halves share nothing but the messages.
+
+Errors. ValueError: a call that makes no sense (an unknown request, a pool that does not exist); a bug of the adapter.
+GuardHalt: a violation while `on_violation` is `halt`. Violations are otherwise never exceptions: operations answer which
+pages they accepted, and `judge` answers what to abort.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+
+from kvguard.bookkeeping import BookKeeping, Retired
+from kvguard.books import Books, GuardHalt
+from kvguard.config import GuardConfig
+from kvguard.judge import Judgement, UncheckedStep, judge_step
+from kvguard.messages import StepDelta, Verdicts
+from kvguard.pools import GuardSetup, PoolSpec
+from kvguard.steps import build_step
+from kvguard.telemetry import Health, counter_values, emit
+from kvguard.violation import Proof, Violation
+
+__all__ = ["Guard", "GuardHalt", "Judgement", "Retired", "UncheckedStep"]
+
+
+class Guard(BookKeeping):
+    """Keeps the books of one engine: what every request was promised, and who holds every page.
+
+    Pages are the allocator's ("manager pages"); a pool is named by its PoolSpec, None meaning the first one.
+    """
+
+    def __init__(
+        self,
+        pools: Sequence[PoolSpec],
+        config: GuardConfig | None = None,
+        *,
+        proofs: frozenset[Proof] | None = None,
+    ) -> None:
+        """`proofs` overrides which checks run; only fault campaigns use it, to show what each proof does alone."""
+        config = GuardConfig.load() if config is None else config
+        if config.is_off:
+            raise ValueError("level is off: make no Guard at all, so that the engine keeps its own functions")
+        if proofs is None:
+            chosen = {Proof.TAG: config.device_check, Proof.CONTROL_PLANE: config.control_plane}
+            proofs = frozenset(proof for proof, on in chosen.items() if on)
+        super().__init__(Books(pools, config, proofs))
+        self._thread: int | None = None
+        self._judged = 0
+        self._late = False
+        self.armed = True
+        emit("armed", pools=[spec.name for spec in pools], proofs=sorted(proofs), level=config.level)
+
+    @property
+    def config(self) -> GuardConfig:
+        """The settings this guard was made with."""
+        return self._books.config
+
+    @property
+    def setup(self) -> GuardSetup:
+        """What the Verifier needs once; picklable."""
+        books = self._books
+        return GuardSetup(
+            pools=tuple(table.spec for table in books.tables),
+            digest_key=books.key,
+            check=Proof.TAG in books.proofs,
+        )
+
+    @property
+    def violations(self) -> tuple[Violation, ...]:
+        """The most recent violations, oldest first. Any thread."""
+        return tuple(self._books.recent)
+
+    def show_content(self, content_of: Callable[[str], str]) -> None:
+        """Let reports show what `content_of(request)` returns; only used if `report_content` is set."""
+        self._books.content_of = content_of
+
+    # -- steps ----------------------------------------------------------------------------------------------------
+
+    def step(
+        self, requests: Sequence[str], table_rows: Sequence[int], tokens_end: Sequence[int]
+    ) -> StepDelta:
+        """The engine is about to run a forward for `requests`; returns the message for the device half.
+
+        `table_rows[r]`: the block-table row of requests[r]; `tokens_end[r]`: its KV length after this step, in tokens.
+        Call it once per forward, in the order in which forwards run, after all page calls for it.
+        """
+        self._check_thread()
+        books = self._books
+        if not len(requests) == len(table_rows) == len(tokens_end):
+            raise ValueError(
+                f"{len(requests)} requests, {len(table_rows)} table rows and {len(tokens_end)} lengths: one each"
+            )
+        books.step += 1
+        for table in books.tables:
+            table.step = books.step
+        delta, pending = build_step(books, books.step, requests, table_rows, tokens_end)
+        books.pending[books.step] = pending
+        books.counters.steps_seen += 1
+        books.counters.rows_seen += len(requests)
+        if len(books.pending) > books.config.steps_in_flight_max:
+            if not self._late:
+                emit("heartbeat_lost", severity="critical", in_flight=len(books.pending), step=books.step)
+            self._late = True
+        return delta
+
+    def judge(self, verdicts: Verdicts) -> Judgement:
+        """The verdicts of a step are back: what to withhold, whom to abort, what to forget. In step order.
+
+        Raises UncheckedStep if the verification did not run: a fault of the guard, not a violation.
+        """
+        self._check_thread()
+        books = self._books
+        pending = books.pending.get(verdicts.step)
+        if pending is None:
+            raise ValueError(f"step {verdicts.step} is not in flight: judged before, or never made")
+        if verdicts.step != self._judged + 1:
+            raise ValueError(f"step {verdicts.step} judged out of order: step {self._judged + 1} comes first")
+        judgement = judge_step(books, pending, verdicts)
+        del books.pending[verdicts.step]
+        self._judged = verdicts.step
+        books.counters.steps_verified += 1
+        books.counters.rows_verified += len(pending.states)
+        if len(books.pending) <= books.config.steps_in_flight_max:
+            self._late = False
+        return judgement
+
+    def abandon(self, step: int) -> list[str]:
+        """A step will never be judged (the forward failed): returns its requests, whose tokens are unproven.
+
+        Promises that it would have kept are broken.
+        """
+        books = self._books
+        pending = books.pending.pop(step, None)
+        if pending is None:
+            return []
+        for _, promise in pending.promises:
+            self._break(promise)
+        self._judged = max(self._judged, step)
+        return [state.id for state in pending.states]
+
+    def _check_thread(self) -> None:
+        thread = threading.get_ident()
+        if self._thread is None:
+            self._thread = thread
+        elif self._thread != thread:
+            raise RuntimeError("a Guard belongs to one thread, the engine's scheduling thread; this is another one")
+
+    def fault(self, error: Exception) -> None:
+        """A fault inside the guard: count it, log it, and disarm: books that broke once prove nothing any more."""
+        self._books.counters.guard_faults += 1
+        self.armed = False
+        emit(
+            "guard_fault",
+            severity="critical",
+            error=f"{type(error).__name__}: {error}",
+            armed=self.armed,
+            on_guard_error=self.config.on_guard_error,
+        )
+
+    def health(self) -> Health:
+        """A snapshot for a health endpoint or a metrics exporter. Any thread."""
+        books = self._books
+        in_flight = len(books.pending)
+        return Health(
+            armed=self.armed,
+            fit=not books.breaker.tripped,
+            alive=in_flight <= books.config.steps_in_flight_max,
+            in_flight=in_flight,
+            quarantined_pages=len(books.quarantine),
+            counters=counter_values(books.counters),
+        )

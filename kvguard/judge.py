@@ -1,0 +1,311 @@
+"""From the verdicts of a step to its consequences: who is aborted, what must not leave, which pages are suspect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from kvguard.books import Books
+from kvguard.kernels.verify_pages.layout import (
+    BAD_COLUMN,
+    BAD_ENTRY,
+    FLAG_NULL,
+    FLAG_RANGE,
+    FLAG_SPLIT,
+    FLAG_VACANT,
+    FLAGS,
+    NOT_CHECKED,
+)
+from kvguard.messages import Verdicts
+from kvguard.page_table import Promise
+from kvguard.requests import RequestState
+from kvguard.steps import PendingStep
+from kvguard.tags import VACANT
+from kvguard.violation import Action, Kind, Proof, Violation
+
+
+class UncheckedStep(RuntimeError):
+    """The device half returned no verdict for a row that it was asked to check: a fault of the guard itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Abort:
+    """One request to end with an error.
+
+    foreign_pages  per pool name, pages that its block table or the engine's books still list and that are no longer
+                   its own: the engine must not free, publish or zero them
+    """
+
+    request: str
+    violation: Violation
+    foreign_pages: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Judgement:
+    """What the engine must do before anything of the step leaves.
+
+    withheld  requests of the step whose token must be dropped, those aborted for an earlier step included
+    aborts    requests to end now, in the step or not: dependents may not have been scheduled yet
+    evict     (pool, page): prefix-cache entries that must be forgotten
+    halt      the engine must stop (on_violation = halt)
+    """
+
+    step: int
+    violations: tuple[Violation, ...] = ()
+    withheld: frozenset[str] = frozenset()
+    aborts: tuple[Abort, ...] = ()
+    evict: tuple[tuple[str, int], ...] = ()
+    halt: bool = False
+
+    @property
+    def clean(self) -> bool:
+        """Every row of the step was proven and may emit its token."""
+        return not (self.violations or self.withheld or self.aborts)
+
+
+class _Mismatch(NamedTuple):
+    pool: int
+    column: int
+    page: int
+    expected: int
+    found: int
+
+
+def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgement:
+    """Settle one step. Clean steps take the short way: two array operations and the promises of the step."""
+    records = verdicts.records
+    flagged: list[int] = []
+    if records is not None:
+        flags = records[:, :, FLAGS]
+        if flags.any():
+            if (flags == NOT_CHECKED).any():
+                raise UncheckedStep(f"step {pending.step}: no verdict for some rows; the verification did not run")
+            flagged = np.flatnonzero(flags.any(axis=0)).tolist()
+    if not (flagged or pending.suspects or pending.condemned):
+        _confirm(books, pending, None)
+        for _, promise in pending.promises:
+            _settle(books, promise, kept=True)
+        return Judgement(step=pending.step)
+    return _judge_flagged(books, pending, verdicts, sorted({*flagged, *pending.suspects}))
+
+
+def _confirm(books: Books, pending: PendingStep, unproven: set[int] | None) -> None:
+    """Verified rows of requests that are still in the same incarnation have computed up to their end."""
+    rows, slots = books.rows, pending.slots
+    good = rows.incarnation[slots] == pending.incarnations
+    if unproven:
+        good[list(unproven)] = False
+    slots, ends = slots[good], pending.ends[good]
+    rows.computed[slots] = np.maximum(rows.computed[slots], ends)
+
+
+def _settle(books: Books, promise: Promise, *, kept: bool) -> None:
+    if promise.kept is None:
+        promise.kept = kept
+        books.tables[books.pool_index[promise.pool]].settle(promise)
+
+
+def _judge_flagged(books: Books, pending: PendingStep, verdicts: Verdicts, rows: list[int]) -> Judgement:
+    violations: list[Violation] = []
+    aborts: list[Abort] = []
+    evict: set[tuple[str, int]] = set()
+    unproven = set(rows) | pending.condemned
+    for row in rows:
+        state = pending.states[row]
+        if state.condemned is not None:
+            continue
+        violation, mismatches = _describe(books, pending, verdicts, row)
+        state.condemned = violation.id
+        violations.append(violation)
+        evict.update((books.tables[m.pool].spec.name, m.page) for m in mismatches)
+        aborts.append(_abort(books, state, violation))
+        _condemn_dependents(books, state, violation, violations, aborts, evict)
+    # Dependents of a flagged writer are unproven too, also those whose own row in this step was clean.
+    unproven |= {row for row, state in enumerate(pending.states) if state.condemned is not None}
+    _confirm(books, pending, unproven)
+    for row, promise in pending.promises:
+        _settle(books, promise, kept=row not in unproven)
+        if promise.kept is False:
+            evict.add((promise.pool, promise.page))
+    if not pending.enforce:
+        return Judgement(step=pending.step, violations=tuple(violations))
+    return Judgement(
+        step=pending.step,
+        violations=tuple(violations),
+        withheld=frozenset(pending.states[row].id for row in unproven),
+        aborts=tuple(abort for abort in aborts if books.requests.get(abort.request) is not None),
+        evict=tuple(sorted(evict)),
+        halt=books.config.on_violation == "halt",
+    )
+
+
+def _action(books: Books, pending: PendingStep) -> Action:
+    if not pending.enforce:
+        return Action.OBSERVED
+    return Action.HALTED if books.config.on_violation == "halt" else Action.ABORTED
+
+
+def _mismatches(books: Books, state: RequestState) -> list[_Mismatch]:
+    """Pages of the ledger that the books no longer see under the promised tag: the slow path that locates a fault."""
+    found = []
+    for index, (table, ledger) in enumerate(zip(books.tables, state.ledgers, strict=True)):
+        for column, page, tag in ledger.entries():
+            in_pool = 0 <= page < table.spec.num_pages
+            now = table.tag(page) if in_pool else VACANT
+            if now != tag:
+                found.append(_Mismatch(index, column, page, tag, now))
+    return found
+
+
+def _device_kind(flags: int, mismatches: list[_Mismatch]) -> Kind:
+    """What a device verdict says, the books' view of the promised pages taken in."""
+    for bit, kind in (
+        (FLAG_RANGE, Kind.OUT_OF_RANGE_ENTRY),
+        (FLAG_NULL, Kind.NULL_ENTRY),
+        (FLAG_SPLIT, Kind.SPLIT_ENTRY),
+    ):
+        if flags & bit:
+            return kind
+    if mismatches:
+        return Kind.VACANT_PAGE if mismatches[0].found == VACANT else Kind.STALE_PAGE
+    return Kind.VACANT_PAGE if flags & FLAG_VACANT else Kind.FOREIGN_ROW
+
+
+def _describe(
+    books: Books, pending: PendingStep, verdicts: Verdicts, row: int
+) -> tuple[Violation, list[_Mismatch]]:
+    """The violation of one row, its fault located, the pages involved quarantined."""
+    state = pending.states[row]
+    mismatches = _mismatches(books, state) if state.alive else []
+    pool, flags, column, page = 0, 0, -1, -1
+    if verdicts.records is not None:
+        hit = np.flatnonzero(verdicts.records[:, row, FLAGS])
+        if len(hit):
+            pool = int(hit[0])
+            record = verdicts.records[pool, row]
+            flags, column = int(record[FLAGS]), int(record[BAD_COLUMN])
+            split = books.tables[pool].spec.split
+            if column >= 0:
+                column, page = column // split, int(record[BAD_ENTRY]) // split
+    suspect = pending.suspects.get(row)
+    kind = suspect[0] if suspect is not None else _device_kind(flags, mismatches)
+    expected = found = 0
+    in_books = [m for m in mismatches if m.pool == pool] or mismatches
+    if kind in (Kind.STALE_PAGE, Kind.VACANT_PAGE) and in_books:
+        pool, column, page, expected, found = in_books[0]
+    table, ledger = books.tables[pool], state.ledgers[pool]
+    entries: tuple[int, ...] = ()
+    for evidence in verdicts.evidence.get(table.spec.name, ()):
+        if evidence.row == row:
+            width = min(len(evidence.entries), len(ledger) * table.spec.split)
+            entries = tuple(int(entry) // table.spec.split for entry in evidence.entries[: width : table.spec.split])
+    promised = tuple(ledger.page(index) for index in range(len(ledger)))
+    if kind is Kind.FOREIGN_ROW and page < 0:
+        for index, (entry, wanted) in enumerate(zip(entries, promised, strict=False)):
+            if entry != wanted:
+                column, page = index, entry
+                break
+    if expected == 0 and column >= 0:
+        expected = ledger.tag(column)
+    in_pool = 0 <= page < table.spec.num_pages
+    record_now = table.record(page) if in_pool else None
+    if record_now is not None:
+        found = found or record_now.tag
+    quarantined = False
+    if pending.enforce:
+        for mismatch in mismatches:
+            kept_out = books.quarantine_page(mismatch.pool, mismatch.page)
+            quarantined = quarantined or (kept_out and mismatch.page == page)
+    others = len(mismatches) - 1
+    detail = suspect[1] if suspect is not None else ""
+    if others > 0:
+        detail = f"{detail}; {others} more of its pages" if detail else f"{others} more of its pages are not its own"
+    holders = sorted(record_now.holders - {state.id}) if record_now else []
+    violation = books.violate(
+        Violation(
+            id="",
+            proof=Proof.TAG,
+            kind=kind,
+            action=_action(books, pending),
+            pool=table.spec.name,
+            request=state.id,
+            step=pending.step,
+            row=int(pending.table_rows[row]),
+            column=column,
+            page=page,
+            expected_tag=expected,
+            found_tag=found,
+            owner=", ".join(holders) or None,
+            page_size=table.spec.page_size,
+            row_entries=entries,
+            promised_pages=promised if entries else (),
+            history=books.recorder.history(table.spec.name, page) if in_pool else None,
+            quarantined=quarantined,
+            detail=detail,
+        )
+    )
+    return violation, mismatches
+
+
+def _abort(books: Books, state: RequestState, violation: Violation) -> Abort:
+    foreign: dict[str, list[int]] = {}
+    if state.alive:
+        for mismatch in _mismatches(books, state):
+            foreign.setdefault(books.tables[mismatch.pool].spec.name, []).append(mismatch.page)
+    return Abort(
+        request=state.id,
+        violation=violation,
+        foreign_pages={pool: tuple(pages) for pool, pages in foreign.items()},
+    )
+
+
+def _open_promises(books: Books, writer: RequestState) -> Iterable[Promise]:
+    """Every promise the writer has not kept yet, scheduled or not."""
+    yield from writer.promises
+    for pending in books.pending.values():
+        for _, promise in pending.promises:
+            if promise.writer is writer and promise.kept is None:
+                yield promise
+
+
+def _condemn_dependents(
+    books: Books,
+    writer: RequestState,
+    cause: Violation,
+    violations: list[Violation],
+    aborts: list[Abort],
+    evict: set[tuple[str, int]],
+) -> None:
+    """A flagged writer's promised pages keep a former owner's bytes: whoever adopted them goes with it, and so on."""
+    for promise in list(_open_promises(books, writer)):
+        _settle(books, promise, kept=False)
+        evict.add((promise.pool, promise.page))
+        for dependent, incarnation in promise.dependents:
+            if not dependent.alive or dependent.incarnation != incarnation or dependent.condemned is not None:
+                continue
+            violation = books.violate(
+                Violation(
+                    id="",
+                    proof=Proof.TAG,
+                    kind=Kind.WRITER_FLAGGED,
+                    action=cause.action,
+                    pool=promise.pool,
+                    request=dependent.id,
+                    step=cause.step,
+                    page=promise.page,
+                    expected_tag=promise.tag,
+                    found_tag=books.tables[books.pool_index[promise.pool]].tag(promise.page),
+                    owner=writer.id,
+                    history=books.recorder.history(promise.pool, promise.page),
+                    cause=cause.id,
+                )
+            )
+            dependent.condemned = violation.id
+            violations.append(violation)
+            aborts.append(_abort(books, dependent, violation))
+            _condemn_dependents(books, dependent, violation, violations, aborts, evict)
+    writer.promises.clear()

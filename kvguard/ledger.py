@@ -1,0 +1,144 @@
+"""A ledger: what one request was promised in one pool, column by column, and the digest the device must find.
+
+Live extents are explicit. Columns that a sliding window dropped, middle gaps and truncated tails are not live, and the
+digest covers exactly the live columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvguard.kernels.mixing import MASK64, mix
+
+GAP = -1
+
+
+class Ledger:
+    """Pages and tags of one request in one pool.
+
+    `digest` is the sum of mix(key, column, tag) over the live columns modulo 2**64, kept up to date by every change:
+    appending or dropping a page costs one term, whatever the length.
+    """
+
+    __slots__ = ("_key", "_pages", "_tags", "_extents", "digest")
+
+    def __init__(self, key: int) -> None:
+        self._key = key
+        self._pages: list[int] = []
+        self._tags: list[int] = []
+        self._extents: list[list[int]] = []
+        self.digest = 0
+
+    def __len__(self) -> int:
+        """Columns up to the last live one, gaps included."""
+        return len(self._pages)
+
+    @property
+    def extents(self) -> list[tuple[int, int]]:
+        """Live columns as half-open ranges, ascending, disjoint and not touching."""
+        return [(start, stop) for start, stop in self._extents]
+
+    @property
+    def first_extent(self) -> tuple[int, int]:
+        """The first live extent, (0, 0) if nothing is live."""
+        return (self._extents[0][0], self._extents[0][1]) if self._extents else (0, 0)
+
+    @property
+    def extent_count(self) -> int:
+        return len(self._extents)
+
+    def page(self, column: int) -> int:
+        """The page promised in `column`, or GAP."""
+        return self._pages[column] if 0 <= column < len(self._pages) else GAP
+
+    def tag(self, column: int) -> int:
+        """The tag promised in `column`; 0 in a gap."""
+        return self._tags[column] if 0 <= column < len(self._tags) else 0
+
+    def entries(self) -> Iterator[tuple[int, int, int]]:
+        """(column, page, tag) of every live column, ascending."""
+        for start, stop in self._extents:
+            for column in range(start, stop):
+                yield column, self._pages[column], self._tags[column]
+
+    def append(self, page: int, tag: int) -> int:
+        """Add a page in the next column; returns the column."""
+        column = len(self._pages)
+        self._pages.append(page)
+        self._tags.append(tag)
+        if self._extents and self._extents[-1][1] == column:
+            self._extents[-1][1] = column + 1
+        else:
+            self._extents.append([column, column + 1])
+        self.digest = (self.digest + mix(self._key, column, tag)) & MASK64
+        return column
+
+    def skip(self, columns: int) -> None:
+        """Leave the next `columns` columns as a gap: pages that a window never had."""
+        self._pages.extend([GAP] * columns)
+        self._tags.extend([0] * columns)
+
+    def put(self, column: int, page: int, tag: int) -> None:
+        """Set one column, live or not: what an engine does that swaps a page for a copy of its own."""
+        if column == len(self._pages):
+            self.append(page, tag)
+            return
+        if column > len(self._pages):
+            self.skip(column - len(self._pages))
+            self.append(page, tag)
+            return
+        was_gap = self._pages[column] == GAP
+        if not was_gap:
+            self.digest = (self.digest - mix(self._key, column, self._tags[column])) & MASK64
+        self._pages[column], self._tags[column] = page, tag
+        self.digest = (self.digest + mix(self._key, column, tag)) & MASK64
+        if was_gap:
+            self._rebuild()
+
+    def drop(self, start: int, stop: int) -> list[int]:
+        """Columns [start, stop) are no longer live (a sliding window moved on); returns the pages they held."""
+        stop = min(stop, len(self._pages))
+        dropped: list[int] = []
+        for column in range(start, stop):
+            if self._pages[column] == GAP:
+                continue
+            dropped.append(self._pages[column])
+            self.digest = (self.digest - mix(self._key, column, self._tags[column])) & MASK64
+            self._pages[column], self._tags[column] = GAP, 0
+        if dropped:
+            self._shrink_extents(start, stop)
+        return dropped
+
+    def truncate(self, columns: int) -> list[int]:
+        """Keep only the first `columns` columns (speculation rejected, tail given back); returns the pages cut off."""
+        cut = self.drop(columns, len(self._pages))
+        del self._pages[columns:], self._tags[columns:]
+        return cut
+
+    def clear(self) -> None:
+        """Nothing is promised any more."""
+        self._pages.clear()
+        self._tags.clear()
+        self._extents.clear()
+        self.digest = 0
+
+    def _shrink_extents(self, start: int, stop: int) -> None:
+        """Take [start, stop) out of the extents; a window that moves on and a cut tail touch one extent only."""
+        first, last = self._extents[0], self._extents[-1]
+        if start <= first[0] and stop < first[1]:
+            first[0] = stop
+        elif stop >= last[1] and start > last[0]:
+            last[1] = start
+        else:
+            self._rebuild()
+
+    def _rebuild(self) -> None:
+        extents: list[list[int]] = []
+        for column, page in enumerate(self._pages):
+            if page == GAP:
+                continue
+            if extents and extents[-1][1] == column:
+                extents[-1][1] = column + 1
+            else:
+                extents.append([column, column + 1])
+        self._extents = extents

@@ -1,0 +1,81 @@
+"""The two messages between the halves: StepDelta (host to device) and Verdicts (device to host).
+
+Both are immutable once handed over and picklable, so they can ride on an engine's own messages across processes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSection:
+    """Where one pool's arrays lie in `StepDelta.packed`: half-open ranges of int64 words.
+
+    tag_pages, tag_values  [changes]: tag changes that take effect before this step's check
+    table_row, expected    [rows]: the block-table row and the expected digest of each request of the step
+    extent_offset          [rows + 1]; extent_start, extent_stop [extents]: live extents, in manager-page columns
+    columns                the largest extent_stop
+    """
+
+    pool: str
+    tag_pages: tuple[int, int]
+    tag_values: tuple[int, int]
+    table_row: tuple[int, int]
+    expected: tuple[int, int]
+    extent_offset: tuple[int, int]
+    extent_start: tuple[int, int]
+    extent_stop: tuple[int, int]
+    columns: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepDelta:
+    """What changed since the last step and what this step will read.
+
+    step      1, 2, 3, ... without gaps: the device half refuses to skip one
+    requests  request ids in row order: row r of every section is requests[r]
+    enforce   flagged rows are neutralised on the device and withheld on the host; False: they are only observed
+    packed    int64 [words]: every array of every section, for one host-to-device copy
+    sections  one per pool, in the order of the setup
+    """
+
+    step: int
+    requests: tuple[str, ...]
+    enforce: bool
+    packed: Int64
+    sections: tuple[PoolSection, ...]
+
+    def array(self, span: tuple[int, int]) -> Int64:
+        """The host view of one range of `packed`."""
+        return self.packed[span[0] : span[1]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """A flagged row's block table as the device found it, before it was neutralised.
+
+    row      row of the step; entries int64 [columns]: kernel-page ids, possibly cut to the evidence width
+    """
+
+    row: int
+    entries: Int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdicts:
+    """What the device found in one step.
+
+    records   int64 [pools, rows, 4] per `kvguard.kernels.verify_pages.layout`; None if the device check is off
+    evidence  per pool name, rows captured before they were neutralised (a few, not all)
+    """
+
+    step: int
+    records: Int64 | None
+    evidence: Mapping[str, tuple[Evidence, ...]] = field(default_factory=dict)

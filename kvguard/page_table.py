@@ -1,0 +1,209 @@
+"""The page table: what the host knows about every page of one pool.
+
+The life of a page: vacant -> allocated (a fresh tag) -> promised (published before its KV is computed) -> complete ->
+retired (tag back to vacant) -> vacant. States are derived from the record, never stored beside it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvguard.pools import PoolSpec
+from kvguard.recorder import FlightRecorder, PageEvent
+from kvguard.tags import VACANT, TagCounter
+from kvguard.violation import Kind
+
+if TYPE_CHECKING:
+    from kvguard.requests import RequestState
+
+
+class PageState(enum.StrEnum):
+    """Where a page is in its life."""
+
+    VACANT = "vacant"
+    ALLOCATED = "allocated"
+    PROMISED = "promised"
+    COMPLETE = "complete"
+
+
+@dataclass(slots=True, eq=False)
+class Promise:
+    """A publication whose KV is not computed yet.
+
+    need_tokens  the writer's verified length at which the page is complete
+    step         the step that writes up to there, once one is scheduled; None until then
+    dependents   requests (and their incarnation) that adopted the page on the strength of the promise
+    kept         None while open; True once the step was verified; False if it was flagged or will never run
+    """
+
+    pool: str
+    page: int
+    tag: int
+    writer: RequestState
+    need_tokens: int
+    step: int | None = None
+    dependents: list[tuple[RequestState, int]] = field(default_factory=list)
+    kept: bool | None = None
+
+
+@dataclass(slots=True, eq=False)
+class PageRecord:
+    """One page: its tag (0: vacant), who holds it, under which cache key it is published, and how far it is written.
+
+    holders      requests whose ledger holds the page; a cached page that nobody uses has none
+    owner        the request it was last allocated to
+    publication  the engine's cache key of the current publication, None if not published
+    promise      the open promise of the current publication
+    was_used     whether it was ever allocated: tells a double free from a free of a page that was never owned
+    """
+
+    tag: int = VACANT
+    holders: set[str] = field(default_factory=set)
+    owner: str | None = None
+    publication: Hashable | None = None
+    promise: Promise | None = None
+    was_used: bool = False
+
+    @property
+    def state(self) -> PageState:
+        if self.tag == VACANT:
+            return PageState.VACANT
+        if self.promise is not None:
+            return PageState.PROMISED
+        return PageState.COMPLETE if self.publication is not None else PageState.ALLOCATED
+
+
+class PageTable:
+    """Records of one pool's pages, the tag changes that the device has not seen yet, and the control-plane checks.
+
+    Checks only answer; they change nothing. What to do about an answer is the Guard's business.
+    """
+
+    def __init__(self, spec: PoolSpec, tags: TagCounter, recorder: FlightRecorder) -> None:
+        self.spec = spec
+        self._tags = tags
+        self._recorder = recorder
+        self._records: dict[int, PageRecord] = {}
+        self.changes: dict[int, int] = {}
+        """page -> tag since the last step; the last change of a page wins."""
+        self.step = 0
+
+    def record(self, page: int) -> PageRecord:
+        """The record of a page inside the pool, made on first use."""
+        record = self._records.get(page)
+        if record is None:
+            record = self._records[page] = PageRecord()
+        return record
+
+    def tag(self, page: int) -> int:
+        """The page's tag now; 0 if vacant or never used."""
+        record = self._records.get(page)
+        return VACANT if record is None else record.tag
+
+    def held_pages(self) -> list[int]:
+        """Pages that some ledger holds, ascending."""
+        return sorted(page for page, record in self._records.items() if record.holders)
+
+    def live_pages(self) -> list[int]:
+        """Pages that are not vacant, ascending."""
+        return sorted(page for page, record in self._records.items() if record.tag != VACANT)
+
+    # -- checks ---------------------------------------------------------------------------------------------------
+
+    def problem_with_page(self, page: int) -> Kind | None:
+        """Whether the id can be a request's page at all."""
+        if not 0 <= page < self.spec.num_pages:
+            return Kind.PAGE_OUT_OF_RANGE
+        return Kind.NULL_PAGE_USED if page == self.spec.null_page else None
+
+    def problem_with_allocation(self, page: int) -> Kind | None:
+        """An allocation is wrong while anyone holds the page. A cached page that nobody uses may be taken over."""
+        return self.problem_with_page(page) or (Kind.DOUBLE_ALLOCATION if self.record(page).holders else None)
+
+    def problem_with_retire(self, page: int, by: str | None) -> Kind | None:
+        """A page may be given back once, and not while a ledger other than the giver's holds it."""
+        problem = self.problem_with_page(page)
+        if problem is not None:
+            return problem
+        record = self.record(page)
+        if record.tag == VACANT:
+            return Kind.DOUBLE_FREE if record.was_used else Kind.FREE_UNOWNED
+        if by is not None and record.holders and by not in record.holders:
+            return Kind.FREE_UNOWNED
+        return Kind.FREE_WHILE_HELD if record.holders - {by} else None
+
+    def problem_with_adoption(self, page: int, key: Hashable) -> Kind | None:
+        """A cache hit is right only on a page whose current publication carries the very same key."""
+        problem = self.problem_with_page(page)
+        if problem is not None:
+            return problem
+        record = self.record(page)
+        if record.tag == VACANT:
+            return Kind.ADOPT_VACANT
+        return None if record.publication == key and key is not None else Kind.ADOPT_STALE
+
+    # -- changes --------------------------------------------------------------------------------------------------
+
+    def allocate(self, page: int, request: str) -> int:
+        """Hand the page to a request under a fresh tag; earlier holders keep their now outdated ledgers."""
+        record = self.record(page)
+        record.tag = self.changes[page] = self._tags.take()
+        record.owner, record.holders, record.was_used = request, {request}, True
+        record.publication = record.promise = None
+        self._note(page, "allocated", record.tag, request)
+        return record.tag
+
+    def retire(self, page: int, by: str | None) -> Promise | None:
+        """The page goes back to the allocator; returns its open promise, which is thereby broken."""
+        record = self.record(page)
+        promise = record.promise
+        self._note(page, "retired", record.tag, by)
+        record.tag = self.changes[page] = VACANT
+        record.owner = record.publication = record.promise = None
+        record.holders = set()
+        return promise
+
+    def publish(self, page: int, key: Hashable, promise: Promise | None, request: str) -> None:
+        """The page can be found in the cache under `key`; `promise` says that it is not computed yet."""
+        record = self.record(page)
+        record.publication, record.promise = key, promise
+        self._note(page, "promised" if promise is not None else "published", record.tag, request)
+
+    def unpublish(self, page: int) -> None:
+        """The page can no longer be found in the cache."""
+        record = self.record(page)
+        record.publication = record.promise = None
+
+    def adopt(self, page: int, request: str) -> None:
+        """One more ledger holds the page."""
+        record = self.record(page)
+        record.holders.add(request)
+        self._note(page, "adopted", record.tag, request)
+
+    def settle(self, promise: Promise) -> None:
+        """A promise was kept or broken: clear it, and the publication with it if broken, unless the page moved on."""
+        record = self.record(promise.page)
+        if record.promise is not promise:
+            return
+        record.promise = None
+        if promise.kept:
+            self._note(promise.page, "complete", record.tag, promise.writer.id)
+        else:
+            record.publication = None
+            self._note(promise.page, "revoked", record.tag, promise.writer.id)
+
+    def release(self, page: int, request: str) -> None:
+        """The request's ledger no longer holds the page."""
+        record = self._records.get(page)
+        if record is not None:
+            record.holders.discard(request)
+
+    def invent_tag(self) -> int:
+        """A tag that no page carries or ever will: what a ledger expects that must not be satisfied."""
+        return self._tags.take()
+
+    def _note(self, page: int, what: str, tag: int, request: str | None) -> None:
+        self._recorder.record(self.spec.name, page, PageEvent(self.step, what, tag, request))

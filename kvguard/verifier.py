@@ -1,0 +1,181 @@
+"""The device half: a mirror of every pool's tags, and the check of a step. It lives next to the model runner.
+
+Threads. One thread owns a Verifier: the one that launches the forward, on whose stream everything here is enqueued.
+No call but `PendingVerdicts.resolve` waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from kvguard.kernels.backend import check_backend
+from kvguard.kernels.scatter_tags import scatter_tags
+from kvguard.kernels.verify_pages import layout, verify_pages
+from kvguard.messages import Evidence, PoolSection, StepDelta, Verdicts
+from kvguard.pools import GuardSetup, PoolSpec
+
+EVIDENCE_ROWS = 4
+"""Flagged rows of a step and pool whose block table is kept for the report; further ones are flagged without."""
+EVIDENCE_COLUMNS = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolInputs:
+    """What one pool's attention is about to read and write in this step, in the engine's own tensors.
+
+    table         int32 or int64 [table_rows, columns], any strides: kernel-page ids
+    slot_mapping  int64 [tokens] or None: where this step writes
+    query_start   int64 [rows + 1] or None: tokens of each row of the step, needed with slot_mapping
+    """
+
+    table: Any
+    slot_mapping: Any = None
+    query_start: Any = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class PendingVerdicts:
+    """The verdicts of a step, still on the device."""
+
+    step: int
+    record: Any
+    evidence: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+
+    def resolve(self) -> Verdicts:
+        """Bring them to the host. On a GPU this waits for the step: call it where the sampled tokens are read."""
+        if self.record is None:
+            return Verdicts(step=self.step, records=None)
+        records = _to_numpy(self.record)
+        evidence: dict[str, tuple[Evidence, ...]] = {}
+        if records[:, :, layout.FLAGS].any():
+            for pool, (entries, rows) in self.evidence.items():
+                host_rows, host_entries = _to_numpy(rows), _to_numpy(entries)
+                evidence[pool] = tuple(
+                    Evidence(row=int(row), entries=host_entries[place].copy())
+                    for place, row in enumerate(host_rows)
+                    if row >= 0
+                )
+        return Verdicts(step=self.step, records=records, evidence=evidence)
+
+
+class Verifier:
+    """Checks every step on the device before attention reads the cache."""
+
+    def __init__(self, setup: GuardSetup, *, backend: str = "torch", device: Any = "cpu") -> None:
+        """`backend`: a name of `kvguard.kernels.backend.BACKENDS`; `device`: a torch device, ignored for numpy."""
+        self._setup = setup
+        self._arrays = _NumpyArrays() if check_backend(backend) == "numpy" else _TorchArrays(device)
+        self._tags = {pool.name: self._arrays.zeros(pool.num_pages) for pool in setup.pools}
+        self._step = 0
+
+    @property
+    def step(self) -> int:
+        """The last step that was applied."""
+        return self._step
+
+    def check(self, delta: StepDelta, inputs: Mapping[str, PoolInputs]) -> PendingVerdicts:
+        """Apply the delta's tag changes, check its rows, neutralise what fails; all enqueued, nothing awaited.
+
+        `inputs`: per pool name. Raises ValueError if a step is missing before this one or a pool has no inputs: a
+        mirror that missed a change would judge every later step wrongly.
+        """
+        if delta.step != self._step + 1:
+            raise ValueError(f"step {delta.step} does not follow step {self._step}: a delta was lost or repeated")
+        missing = [section.pool for section in delta.sections if section.pool not in inputs]
+        if missing and self._setup.check and delta.requests:
+            raise ValueError(f"no block table for pool {', '.join(missing)}: attention would read it unchecked")
+        self._step = delta.step
+        packed = self._arrays.upload(delta.packed)
+        rows = len(delta.requests)
+        for section in delta.sections:
+            pages, values = _slice(packed, section.tag_pages), _slice(packed, section.tag_values)
+            scatter_tags(page_tag=self._tags[section.pool], pages=pages, tags=values)
+        if not self._setup.check or rows == 0:
+            return PendingVerdicts(step=delta.step, record=None)
+        record = self._arrays.full((len(delta.sections), rows, layout.RECORD_WORDS), layout.NOT_CHECKED)
+        evidence: dict[str, tuple[Any, Any]] = {}
+        for index, (pool, section) in enumerate(zip(self._setup.pools, delta.sections, strict=True)):
+            given = inputs[pool.name]
+            evidence[pool.name] = self._check_pool(pool, section, delta.enforce, packed, given, record[index])
+        return PendingVerdicts(step=delta.step, record=record, evidence=evidence)
+
+    def _check_pool(
+        self, pool: PoolSpec, section: PoolSection, enforce: bool, packed: Any, given: PoolInputs, record: Any
+    ) -> tuple[Any, Any]:
+        width = min(int(given.table.shape[1]), max(1, section.columns) * pool.split, EVIDENCE_COLUMNS)
+        evidence = self._arrays.full((EVIDENCE_ROWS, width), -1)
+        evidence_row = self._arrays.full((EVIDENCE_ROWS,), -1)
+        null_page = -1 if pool.null_page is None else pool.null_page
+        verify_pages(
+            table=given.table,
+            page_tag=self._tags[pool.name],
+            row_index=_slice(packed, section.table_row),
+            expected=_slice(packed, section.expected),
+            extent_offset=_slice(packed, section.extent_offset),
+            extent_start=_slice(packed, section.extent_start),
+            extent_stop=_slice(packed, section.extent_stop),
+            columns=section.columns,
+            key=self._setup.digest_key,
+            split=pool.split,
+            null_page=null_page,
+            neutral_page=null_page if enforce else -1,
+            record=record,
+            evidence=evidence,
+            evidence_row=evidence_row,
+            slot_mapping=given.slot_mapping,
+            query_start=given.query_start,
+            skip_slot=pool.skip_slot,
+        )
+        return evidence, evidence_row
+
+    def tags(self, pool: str) -> Any:
+        """The device mirror int64 [num_pages] of a pool's tags; for tests."""
+        return self._tags[pool]
+
+
+def _slice(packed: Any, span: tuple[int, int]) -> Any:
+    return packed[span[0] : span[1]]
+
+
+def _to_numpy(array: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
+    if isinstance(array, np.ndarray):
+        return array
+    host: np.ndarray[Any, np.dtype[np.int64]] = array.cpu().numpy()
+    return host
+
+
+class _NumpyArrays:
+    """Array making for the numpy backend: the device is the host."""
+
+    def zeros(self, length: int) -> Any:
+        return np.zeros(length, np.int64)
+
+    def full(self, shape: tuple[int, ...], value: int) -> Any:
+        return np.full(shape, value, np.int64)
+
+    def upload(self, array: Any) -> Any:
+        return array
+
+
+class _TorchArrays:
+    """Array making on a torch device; uploads do not wait."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        self._torch = torch
+        self._device = torch.device(device)
+
+    def zeros(self, length: int) -> Any:
+        return self._torch.zeros(length, dtype=self._torch.int64, device=self._device)
+
+    def full(self, shape: tuple[int, ...], value: int) -> Any:
+        return self._torch.full(shape, value, dtype=self._torch.int64, device=self._device)
+
+    def upload(self, array: Any) -> Any:
+        # From pageable memory CUDA stages the copy before the call returns, so the host array may be reused at once.
+        return self._torch.from_numpy(array).to(self._device, non_blocking=True)
