@@ -1,0 +1,43 @@
+# The front door. `make help` lists what there is; the logic of `make env` lives in tools/make_env.py.
+
+PYTHON ?= python3
+BIN := .venv/bin
+ARGS ?=
+PYTEST_ARGS ?=
+PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+.DEFAULT_GOAL := help
+.PHONY: help env campaign lint test test-core soak mutation wheel clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
+
+env: ## build .venv with the kvguard script in it (PYTHON=python3.12 picks another Python)
+	@$(PYTHON) tools/make_env.py
+
+campaign: env ## run the fault-injection campaign (ARGS="--trials 50 --seed 7")
+	@$(BIN)/kvguard campaign $(ARGS)
+
+lint: env ## ruff and mypy
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m mypy
+
+test: lint ## lint, then every test but the soaks and the mutations (PYTEST_ARGS="-n 2")
+	$(PYTEST) -m "not soak and not mutation"
+
+test-core: env ## the quick tests of the core, the kernels and the house
+	$(PYTEST) -m "not slow and not soak and not mutation" $(wildcard tests/core tests/kernels tests/house)
+
+soak: env ## the long runs
+	$(PYTEST) -m soak
+
+mutation: env ## take one check out at a time; each must turn a test red
+	$(PYTEST) -m mutation
+
+wheel: env ## build the sdist and the wheel into dist/
+	rm -rf build dist
+	$(BIN)/python -m build --no-isolation
+
+clean: ## remove what was built, but neither .venv nor runs/
+	rm -rf build dist kvguard.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find . \( -path './.venv*' -o -path ./.git -o -path ./runs \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,163 @@
+"""Wheel, sdist and editable install hold the modules behind the links, and leave other people's names alone."""
+
+import os
+import shutil
+import site
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+LINKS = ("kernels", "adapters", "fault_injection")
+MODULES = ("kvguard", *(f"kvguard.{link}" for link in LINKS), "kvguard.config", "kvguard.cli")
+PACKED = ("*.py", "*.pyi", "*.json", "*.safetensors", "*.j2", "*.html", "*.md", "py.typed")
+DATA = ("words.json", "weights.safetensors", "report.html.j2", "report.html", "README.md")
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_links_resolve(link: str, root: Path) -> None:
+    """kvguard/NAME is a relative link to the folder NAME beside it."""
+    path = root / "kvguard" / link
+    assert os.readlink(path) == f"../{link}"
+    assert path.resolve() == root / link and path.is_dir()
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_linked_folders_are_namespace_portions(link: str, root: Path) -> None:
+    """A linked folder has a stub for type checkers but no __init__.py, which would shadow another project's package."""
+    assert not (root / link / "__init__.py").exists()
+    assert (root / link / "__init__.pyi").exists()
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_packages_of_the_same_name_stay_importable(
+    name: str, root: Path, tmp_path: Path, run_python: Callable[..., str]
+) -> None:
+    """With the repository first on sys.path, `import kernels` still gives Hugging Face's package and not our folder."""
+    # A stand-in: with the real package installed, transformers would change its behaviour in all other tests.
+    theirs = tmp_path / name / "__init__.py"
+    theirs.parent.mkdir()
+    theirs.write_text("")
+    code = (
+        f"import site\nsys.path.append({str(tmp_path)!r})\nassert sys.path[0] == {str(root)!r}\n"
+        f"import {name}, kvguard.{name}\nprint({name}.__file__)\nprint(*kvguard.{name}.__path__)\n"
+    )
+    their_file, our_folder = run_python(code).splitlines()
+    assert their_file == str(theirs)
+    assert Path(our_folder).resolve() == root / name
+
+
+@pytest.fixture(scope="module")
+def project(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what packaging needs, with a data file of each kind; building in it leaves the repository alone."""
+    copy = tmp_path_factory.mktemp("project")
+    for name in ("kvguard", *LINKS):
+        ignore = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(root / name, copy / name, symlinks=True, ignore=ignore)
+    for name in ("pyproject.toml", "README.md"):
+        if (root / name).exists():
+            shutil.copy(root / name, copy / name)
+    (copy / "fault_injection" / "probe").mkdir()
+    for name in DATA:
+        (copy / "fault_injection" / "probe" / name).write_text("{}")
+    return copy
+
+
+def quietly(*command: str, cwd: Path | None = None) -> None:
+    """Runs a command and shows what it printed only where it fails."""
+    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the wheel and the sdist, both built straight from the tree."""
+    dist = tmp_path_factory.mktemp("dist")
+    build = [sys.executable, "-m", "build", "--no-isolation", "--sdist", "--wheel"]
+    quietly(*build, "--outdir", str(dist), str(project))
+    return dist
+
+
+def pip_install(*arguments: str) -> None:
+    """pip install without dependencies, network or a build environment of its own."""
+    options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
+    quietly(sys.executable, "-m", "pip", "install", *options, *arguments)
+
+
+def imported_from(installed: Path, tmp_path: Path, *, follow_pth: bool) -> list[str]:
+    """Imports every module in a Python that sees our dependencies but no other kvguard, and says where from."""
+    code = (
+        f"import sys, site, importlib\n"
+        f"sys.path.insert(0, {str(installed)!r})\n"
+        f"{follow_pth} and site.addsitedir({str(installed)!r})\n"
+        f"sys.path.extend({site.getsitepackages()!r})\n"  # as plain entries: an editable kvguard there stays unseen
+        f"for name in {MODULES!r}:\n"
+        f"    print(list(importlib.import_module(name).__spec__.submodule_search_locations or [])\n"
+        f"          or importlib.import_module(name).__file__)\n"
+    )
+    done = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pattern", ["*.whl", "*.tar.gz"])
+def test_a_built_distribution_imports(pattern: str, built: Path, tmp_path: Path) -> None:
+    """The wheel and the sdist, installed without dependencies, import from where they were installed."""
+    (distribution,) = built.glob(pattern)
+    installed = tmp_path / "installed"
+    pip_install("--target", str(installed), str(distribution))
+    assert all(str(installed) in place for place in imported_from(installed, tmp_path, follow_pth=False))
+
+
+@pytest.mark.slow
+def test_an_editable_install_imports(project: Path, tmp_path: Path) -> None:
+    """An editable install imports from the tree, through the links."""
+    installed = tmp_path / "installed"
+    pip_install("--target", str(installed), "--editable", str(project))
+    assert all(str(project) in place for place in imported_from(installed, tmp_path, follow_pth=True))
+
+
+@pytest.mark.slow
+def test_the_wheel_holds_what_the_tree_holds(built: Path, project: Path) -> None:
+    """The wheel holds each module and data file behind the links, and no top-level package but kvguard."""
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = {name for name in archive.namelist() if ".dist-info/" not in name}
+    expected = {
+        Path(folder, file).relative_to(project).as_posix()
+        for folder, _, files in os.walk(project / "kvguard", followlinks=True)
+        for file in files
+        if any(fnmatch(file, pattern) for pattern in PACKED)
+    }
+    assert names == expected
+    assert {f"kvguard/fault_injection/probe/{name}" for name in DATA} <= names
+    assert "kvguard/py.typed" in names and "kvguard/kernels/__init__.pyi" in names
+
+
+@pytest.mark.slow
+def test_the_wheel_declares_the_command_line(built: Path) -> None:
+    """The wheel declares the kvguard script, the campaign command, and no engine plug-in before there is one."""
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
+        declared = archive.read(name).decode()
+    assert "kvguard = kvguard.cli:main" in declared
+    assert "[kvguard.commands]\ncampaign = kvguard.fault_injection.cli:campaign" in declared
+    assert "vllm" not in declared and "sglang" not in declared
+
+
+@pytest.mark.slow
+def test_the_base_install_is_light(built: Path) -> None:
+    """Without extras the distribution asks for no torch and no engine."""
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        (name,) = (name for name in archive.namelist() if name.endswith("METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    required = [line for line in lines if line.startswith("Requires-Dist:") and "extra ==" not in line]
+    assert len(required) == 7
+    assert not [line for line in required if "torch" in line or "vllm" in line or "sglang" in line]
