@@ -47,4 +47,5 @@ def mix_array(
         x = (tags * np.uint64(TAG_MULTIPLIER)) ^ (columns * np.uint64(COLUMN_MULTIPLIER) + np.uint64(key))
         x = (x ^ (x >> np.uint64(30))) * np.uint64(FINAL_MULTIPLIER_1)
         x = (x ^ (x >> np.uint64(27))) * np.uint64(FINAL_MULTIPLIER_2)
-        return x ^ (x >> np.uint64(31))
+        mixed: npt.NDArray[np.uint64] = x ^ (x >> np.uint64(31))
+    return mixed

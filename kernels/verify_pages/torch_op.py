@@ -15,6 +15,7 @@ from kvguard.kernels.mixing import (
     TAG_MULTIPLIER,
     signed64,
 )
+from kvguard.kernels.verify_pages.host_op import all_rows_clean
 from kvguard.kernels.verify_pages.layout import (
     FLAG_DIGEST,
     FLAG_NULL,
@@ -139,6 +140,21 @@ def verify_pages(
 ) -> None:
     """See `kvguard.kernels.verify_pages.verify_pages` for the contract."""
     rows = row_index.shape[0]
+    if table.device.type == "cpu" and split == 1 and extent_start.shape[0] == rows:
+        clean = all_rows_clean(
+            table=table.numpy(),
+            page_tag=page_tag.numpy(),
+            row_index=row_index.numpy(),
+            expected=expected.numpy(),
+            extent_start=extent_start.numpy(),
+            extent_stop=extent_stop.numpy(),
+            columns=columns,
+            key=key,
+            null_page=null_page,
+            record=record.numpy(),
+        )
+        if clean:
+            return
     live = _live_columns(extent_offset, extent_start, extent_stop, rows, columns)
     chunk = max(1, CHUNK_ENTRIES // max(1, columns * split))
     for begin in range(0, rows, chunk):

@@ -1,0 +1,158 @@
+"""runs/<time>-<seed>/: where a campaign leaves its plan, history, results and reports.
+
+A run is written to a folder that ends in `.partial` and renamed once it is complete; `latest` moves last. Earlier runs
+are never touched, and a run that was interrupted keeps its history under the partial name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from kvguard.fault_injection.plan import CampaignPlan, Cell, CleanPlan, TrialPlan
+
+LATEST = "latest"
+PLAN, HISTORY, RESULTS, REPORT, JUNIT = "plan.toml", "history.jsonl", "results.json", "report.html", "junit.xml"
+
+
+class RunFolderError(RuntimeError):
+    """The run folder cannot be written or read; the message is one line and says what to do."""
+
+
+class RunFolder:
+    """The folder of one campaign while it runs."""
+
+    def __init__(self, parent: Path, seed: int) -> None:
+        """Create `parent`/<time>-<seed>.partial. Raises RunFolderError."""
+        self._parent = parent
+        stamp = time.strftime("%Y%m%d-%H%M%S")
+        self._name = f"{stamp}-{seed}"
+        number = 1
+        while (parent / self._name).exists() or (parent / f"{self._name}.partial").exists():
+            number += 1
+            self._name = f"{stamp}-{seed}-{number}"
+        self.path = parent / f"{self._name}.partial"
+        self._history: IO[str] | None = None
+        try:
+            self.path.mkdir(parents=True)
+            self._history = (self.path / HISTORY).open("w", encoding="utf-8")
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def _cannot_write(self, error: OSError) -> RunFolderError:
+        return RunFolderError(
+            f"cannot write {self.path}: {error.strerror or error}; free some space or choose another folder with "
+            "--runs-dir; earlier runs are as they were"
+        )
+
+    def append(self, record: dict[str, Any]) -> None:
+        """One line of history, on disk before the call returns. Raises RunFolderError."""
+        assert self._history is not None
+        try:
+            self._history.write(json.dumps(record) + "\n")
+            self._history.flush()
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def write(self, name: str, text: str) -> None:
+        """Write one file. Raises RunFolderError."""
+        try:
+            (self.path / name).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise self._cannot_write(error) from None
+
+    def complete(self) -> Path:
+        """Give the folder its final name and point `latest` to it. Raises RunFolderError."""
+        self.close()
+        final = self._parent / self._name
+        link, new_link = self._parent / LATEST, self._parent / f".{LATEST}-{os.getpid()}"
+        try:
+            self.path.rename(final)
+            self.path = final
+            new_link.unlink(missing_ok=True)
+            new_link.symlink_to(self._name)
+            new_link.replace(link)
+        except OSError as error:
+            raise self._cannot_write(error) from None
+        return final
+
+    def close(self) -> None:
+        """Stop writing history; a folder that was not completed keeps its partial name."""
+        if self._history is not None:
+            try:
+                self._history.close()
+            except OSError:
+                # The flush of a buffered line on a full disk; the failure itself was reported by `append`.
+                pass
+            self._history = None
+
+
+def plan_toml(plan: CampaignPlan) -> str:
+    """The plan as TOML: enough to run any trial again."""
+    lines = [
+        f"seed = {plan.seed}",
+        f"engine = {json.dumps(plan.engine)}",
+        f"model = {json.dumps(plan.model)}",
+        f"backend = {json.dumps(plan.backend)}",
+    ]
+    for trial in plan.trials:
+        cell = trial.cell
+        lines += [
+            "",
+            "[[trial]]",
+            f"index = {trial.index}",
+            f"engine = {json.dumps(cell.engine)}",
+            f"fault = {json.dumps(cell.fault)}",
+            f"kv_dtype = {json.dumps(cell.kv_dtype)}",
+            f"weights = {json.dumps(cell.weights)}",
+            f"page_size = {cell.page_size}",
+            f"proofs = {json.dumps(cell.proofs)}",
+            f"level = {json.dumps(cell.level)}",
+            f"traffic_seed = {trial.traffic_seed}",
+            f"fault_seed = {trial.fault_seed}",
+        ]
+    for run in plan.clean_runs:
+        lines += [
+            "",
+            "[[clean_run]]",
+            f"index = {run.index}",
+            f"kv_dtype = {json.dumps(run.kv_dtype)}",
+            f"weights = {json.dumps(run.weights)}",
+            f"page_size = {run.page_size}",
+            f"traffic_seed = {run.traffic_seed}",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def read_plan(folder: Path) -> CampaignPlan:
+    """The plan of an earlier run. Raises RunFolderError if there is none or it cannot be understood."""
+    import tomllib
+
+    path = folder / PLAN
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+        trials = tuple(
+            TrialPlan(
+                index=item["index"],
+                traffic_seed=item["traffic_seed"],
+                fault_seed=item["fault_seed"],
+                cell=Cell(**{key: item[key] for key in Cell.__dataclass_fields__}),
+            )
+            for item in data.get("trial", ())
+        )
+        clean = tuple(CleanPlan(**item) for item in data.get("clean_run", ()))
+        return CampaignPlan(
+            seed=data["seed"],
+            engine=data["engine"],
+            model=data["model"],
+            backend=data["backend"],
+            trials=trials,
+            clean_runs=clean,
+        )
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {error.strerror or error}; run a campaign first") from None
+    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{path} is not a plan of this release: {error}") from None

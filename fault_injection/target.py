@@ -1,0 +1,93 @@
+"""What a fault may touch: an engine's own state, seen through one narrow protocol that every engine can offer.
+
+Nothing here knows of a guard. Injectors change the allocator's lists, the prefix cache and the block table in device
+memory, as a slip in the engine would.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunningRequest:
+    """A request with pages.
+
+    pages       logical page -> physical page; computed_tokens: how many tokens have their KV written
+    prompt_tokens, total_tokens  length of the prompt, and of the request once it is complete
+    prefix_keys the engine's cache keys of its full pages, first page first
+    needs_page whether the step about to be scheduled gives it a new page
+    """
+
+    id: str
+    pages: tuple[int, ...]
+    computed_tokens: int
+    prompt_tokens: int
+    generated_tokens: int
+    total_tokens: int
+    prefix_keys: tuple[int, ...]
+    needs_page: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class WaitingRequest:
+    """A request without pages; prefix_keys: the engine's cache keys of its full pages, first page first.
+
+    fits: whether the step about to be scheduled could admit it.
+    """
+
+    id: str
+    prefix_keys: tuple[int, ...]
+    fits: bool
+
+
+class PageTarget(Protocol):
+    """An engine whose page bookkeeping can be broken on purpose, between two steps."""
+
+    page_size: int
+    num_pages: int
+    null_page: int
+
+    def running(self) -> Sequence[RunningRequest]:
+        """Requests with pages, oldest first."""
+
+    def waiting(self) -> Sequence[WaitingRequest]:
+        """Requests that wait for pages, first in line first."""
+
+    def users(self, page: int) -> tuple[str, ...]:
+        """Requests whose pages include this one."""
+
+    def handed_out(self, page: int) -> tuple[int, str | None]:
+        """How often the allocator gave the page to a request, and to which one last."""
+
+    def free_under_users(self, page: int) -> None:
+        """The engine's own free path runs for a page in use, as if its reference count had been dropped too often."""
+
+    def is_free(self, page: int) -> bool:
+        """Whether the free list holds the page."""
+
+    def make_next(self, page: int) -> None:
+        """A page of the free list becomes the next to be handed out."""
+
+    def list_as_free(self, page: int) -> None:
+        """The page id appears in the free list, next to be handed out, without anyone having freed it."""
+
+    def unlist(self, page: int) -> None:
+        """The page id no longer stands in the free list."""
+
+    def block_table_row(self, request: str) -> tuple[int, ...]:
+        """The request's row in device memory, as far as it has pages."""
+
+    def write_block_table(self, request: str, column: int, entry: int) -> None:
+        """Overwrite one entry of the request's row in device memory."""
+
+    def cached_page(self, key: int) -> int | None:
+        """The page that the prefix cache holds under a key."""
+
+    def cached_pages(self) -> dict[int, int]:
+        """page -> key of every page that the prefix cache holds."""
+
+    def point_cache_entry(self, key: int, page: int | None) -> None:
+        """The prefix cache maps the key to the page (None: to nothing), and nothing else changes."""

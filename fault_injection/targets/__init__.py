@@ -1,0 +1,1 @@
+"""Engines as fault campaigns see them."""
