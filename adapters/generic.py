@@ -32,7 +32,8 @@ T = TypeVar("T")
 class GuardFault(RuntimeError):
     """A fault inside kvguard while `on_guard_error` is `abort`.
 
-    The requests of the step in hand are unproven: the engine must drop their tokens and end them. `requests` names them.
+    The requests of the step in hand are unproven: the engine must drop their tokens and end them. `requests` names
+    them.
     """
 
     def __init__(self, message: str, requests: tuple[str, ...] = ()) -> None:
@@ -58,7 +59,7 @@ class PagedGuard:
     ) -> None:
         self._guard = Guard(pools, config, proofs=proofs)
         self._verifier = Verifier(self._guard.setup, backend=backend, device=device)
-        self._requests: tuple[str, ...] = ()
+        self._in_flight: dict[int, tuple[str, ...]] = {}
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -85,10 +86,10 @@ class PagedGuard:
             self._guard.fault(error)
             return unguarded
 
-    def _require_armed(self) -> None:
+    def _require_armed(self, requests: tuple[str, ...]) -> None:
         """Raise GuardFault if the guard failed and the engine may not go on without it."""
         if not self._guard.armed and self._guard.config.on_guard_error == "abort":
-            raise GuardFault("kvguard has failed: this step is unproven", self._requests)
+            raise GuardFault("kvguard has failed: this step is unproven", requests)
 
     # -- requests and pages ---------------------------------------------------------------------------------------
 
@@ -161,15 +162,15 @@ class PagedGuard:
         `inputs`: per pool name, or one PoolInputs if there is one pool. A failing row is neutralised in place: its live
         block-table entries become the null page, its slots become the skip slot.
         """
-        self._requests = tuple(requests)
 
         def check() -> PendingVerdicts | None:
             delta = self._guard.step(requests, table_rows, tokens_end)
             given = {self._guard.setup.pools[0].name: inputs} if isinstance(inputs, PoolInputs) else inputs
+            self._in_flight[delta.step] = tuple(requests)
             return self._verifier.check(delta, given)
 
         checked = self._shielded(None, check)
-        self._require_armed()
+        self._require_armed(tuple(requests))
         return checked
 
     def after_forward(self, pending: PendingVerdicts | None) -> Judgement:
@@ -177,8 +178,9 @@ class PagedGuard:
         nothing = Judgement(step=0)
         if pending is None:
             return nothing
+        requests = self._in_flight.pop(pending.step, ())
         judgement = self._shielded(nothing, lambda: self._guard.judge(pending.resolve()))
-        self._require_armed()
+        self._require_armed(requests)
         if judgement.halt:
             raise GuardHalt(judgement.violations[0])
         return judgement

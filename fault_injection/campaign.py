@@ -45,10 +45,10 @@ def run_campaign(
 
 def _results(plan: CampaignPlan, workers: int) -> Iterator[Result]:
     # Work on the same storage cell goes to the same worker in one go, so that golden runs are shared.
-    jobs: list[TrialPlan | CleanPlan] = sorted(
+    trials = sorted(
         plan.trials, key=lambda t: (t.cell.weights, t.cell.kv_dtype, t.cell.page_size, t.traffic_seed, t.index)
     )
-    jobs += plan.clean_runs
+    jobs: list[TrialPlan | CleanPlan] = [*trials, *plan.clean_runs]
     chunks = [jobs[start : start + CHUNK] for start in range(0, len(jobs), CHUNK)]
     if workers == 1 or len(chunks) == 1:
         _prepare_worker()

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 ENGINES = ("embedded",)
 DEFAULT_SEED = 1
+TABLE_COLUMNS = 120
 DEFAULT_TRIALS = 288
 DEFAULT_CLEAN_RUNS = 54
 
@@ -138,7 +139,7 @@ def _check_model(model: str, weights: str) -> None:
     from kvguard.fault_injection.trial import load_model
 
     try:
-        load_model(model, weights)  # type: ignore[arg-type]
+        load_model(model, weights)
     except (FileNotFoundError, NotADirectoryError) as error:
         _refuse(f"no model {model!r}: {error}; give recall or a folder with a Hugging Face Llama checkpoint")
     except ValueError as error:
@@ -234,6 +235,9 @@ def _show(results: CampaignResults, data: dict[str, Any], folder: Path) -> None:
     from rich.console import Console
 
     console = Console()
+    if not console.is_terminal:
+        # A log or a pipe has no width of its own; 80 columns would cut the table.
+        console = Console(width=TABLE_COLUMNS)
     console.print(_table(results))
     contained = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in data["clean_runs_contained"].items())
     console.print(f"{data['clean_runs']} clean runs ({contained}): {data['false_positives']} false positives.")
@@ -276,49 +280,41 @@ def _line(trial: TrialResult) -> str:
 
 
 def _table(results: CampaignResults) -> Table:
+    from rich import box
     from rich.table import Table
 
-    table = Table(title="Faults injected, and what the guard did about them", title_justify="left")
-    table.add_column("fault")
-    table.add_column("proofs on")
-    for name in (
-        "trials",
-        "detected",
-        "missed",
-        "not injected",
-        "potent",
-        "refused",
-        "aborted",
-        "steps to detect",
-        "tokens after",
-        "others changed",
-        "wrongly aborted",
-    ):
-        table.add_column(name, justify="right")
-    total = results.total()
-    for fault, proofs, tally in [*results.by_fault(), ("all", "", total)]:
+    table = Table(
+        title="Faults injected, and what the guard did about them",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1),
+        collapse_padding=True,
+        pad_edge=False,
+    )
+    table.add_column("fault", no_wrap=True)
+    table.add_column("proofs on", no_wrap=True)
+    names = ("trials", "found", "missed", "not injected", "potent", "refused", "aborted")
+    late = ("steps to detect", "tokens after", "others changed", "false alarms")
+    for name in names + late:
+        # Two-word headings stand on two lines, so that the table fits 110 columns.
+        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
+    for fault, proofs, tally in [*results.by_fault(), ("all", "", results.total())]:
         if fault == "all":
             table.add_section()
-        table.add_row(
-            fault,
-            proofs,
-            *(
-                str(value)
-                for value in (
-                    tally.trials,
-                    tally.detected,
-                    tally.missed,
-                    tally.not_injected,
-                    tally.potent,
-                    tally.refused,
-                    tally.aborted,
-                    tally.detection_steps_max,
-                    tally.tokens_after_fault,
-                    tally.bystanders_changed,
-                    tally.false_positives,
-                )
-            ),
+        counts = (
+            tally.trials,
+            tally.detected,
+            tally.missed,
+            tally.not_injected,
+            tally.potent,
+            tally.refused,
+            tally.aborted,
+            tally.detection_steps_max,
+            tally.tokens_after_fault,
+            tally.bystanders_changed,
+            tally.false_positives,
         )
+        table.add_row(fault, proofs, *(str(count) for count in counts))
     return table
 
 
@@ -346,8 +342,8 @@ def _replay(index: int, folder: Path, as_json: bool) -> int:
             f"{', '.join(result.detected_by) or 'nothing'} ({', '.join(result.kinds)})"
         )
         if result.leak is not None:
-            typer.echo(
-                f"no fault  {result.leak.golden!r}\nguard off {result.leak.guard_off!r}\nguard on  {result.leak.guard_on!r}"
-            )
+            typer.echo(f"no fault  {result.leak.golden!r}")
+            typer.echo(f"guard off {result.leak.guard_off!r}")
+            typer.echo(f"guard on  {result.leak.guard_on!r}")
         typer.echo(result.report)
     return 0 if result.proven or result.outcome == "unsupported" else 1

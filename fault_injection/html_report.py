@@ -38,7 +38,7 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Span:
-    """A stretch of text. `mark`: "" as golden, `differs` from golden, `foreign` (stands in another request's prompt)."""
+    """A stretch of text. `mark`: "" as golden, `differs` from golden, `foreign` (of another request's prompt)."""
 
     text: str
     mark: str = ""
@@ -150,7 +150,7 @@ def _verdict(results: CampaignResults, total: Tally, unproven: Sequence[TrialRes
         lines.append(f"{_plural(total.not_injected, 'trial')} could not inject the fault and prove nothing")
     unclean = sum(not run.clean for run in results.clean)
     if unclean:
-        lines.append(f"{_plural(unclean, 'clean run')} not clean")
+        lines.append(f"violations or changed outputs in {_plural(unclean, 'clean run')}")
     for name in results.empty_clean_counts():
         lines.append(f"the clean runs contained no {name.replace('_', ' ')}: they prove less than they should")
     if not results.all_proven:
@@ -182,11 +182,11 @@ def _figures(total: Tally, data: dict[str, Any]) -> list[Figure]:
         Figure(
             value=_share(total.potent, tried), label="potent", note=f"{total.potent} changed output with the guard off"
         ),
-        zero(total.false_positives, "false positives", "aborts without need"),
+        zero(total.false_positives, "false positives", "healthy requests flagged"),
         Figure(value=str(total.clean_runs), label="clean runs", note="no fault, guard on"),
         zero(total.tokens_after_fault, "tokens after fault", "left the engine once it was live"),
         zero(total.bystanders_changed, "bystanders changed", "other requests with other output"),
-        Figure(value=str(total.detection_steps_max), label="steps to detect, at most", note="0: before a token left"),
+        Figure(value=str(total.detection_steps_max), label="steps to detect", note="at most; 0: the very forward"),
     ]
     if total.unsupported:
         figures.append(Figure(value=str(total.unsupported), label="unsupported", note="for reasons given below"))
@@ -197,7 +197,7 @@ def telling_leaks(trials: Sequence[TrialResult]) -> list[ShownLeak]:
     """Three to five proven trials that say most about life without the guard, of different faults where there are.
 
     Foreign text counts most, then fp8 KV with int4 weights, then that a request was aborted rather than an operation
-    refused, then the length of the foreign text.
+    refused, then that all proofs were on, then the length of the foreign text.
     """
     # All trials with one traffic seed serve the same requests: what one leaks may be the prompt that another shows.
     prompts: dict[int, dict[str, None]] = {}
@@ -210,10 +210,13 @@ def telling_leaks(trials: Sequence[TrialResult]) -> list[ShownLeak]:
             run = _foreign_run(trial.leak, prompts[trial.traffic_seed])
             storage = trial.cell.kv_dtype.startswith("fp8") + (trial.cell.weights == "int4")
             length = run.stop - run.start if run else 0
-            rank = (run is not None, storage == 2, bool(trial.leak.error), storage, length, -trial.index)
+            production = trial.cell.proofs == "all"
+            rank = (run is not None, storage == 2, bool(trial.leak.error), production, storage, length, -trial.index)
             ranked.append((rank, _shown(trial, trial.leak, run)))
     ranked.sort(key=lambda item: item[0], reverse=True)
-    shown, rest, faults = [], [], set()
+    shown: list[ShownLeak] = []
+    rest: list[ShownLeak] = []
+    faults: set[str] = set()
     for _, leak in ranked:
         (rest if leak.trial.cell.fault in faults else shown).append(leak)
         faults.add(leak.trial.cell.fault)
@@ -239,10 +242,14 @@ def _foreign_run(leak: Leak, prompts: Iterable[str]) -> _ForeignRun | None:
             continue
         match = difflib.SequenceMatcher(None, off, prompt, autojunk=False).find_longest_match()
         start, stop = match.a, match.a + match.size
-        differing = sum(off[at] != golden[at : at + 1] for at in range(start, stop))
-        enough = match.size >= FOREIGN_CHARACTERS_MIN and differing >= FOREIGN_DIFFERING_MIN
-        if enough and off[start:stop] not in leak.prompt and (best is None or match.size > best.stop - best.start):
-            best = _ForeignRun(start=start, stop=stop, source=prompt, place=match.b)
+        differing = [at for at in range(start, stop) if off[at] != golden[at : at + 1]]
+        if len(differing) < FOREIGN_DIFFERING_MIN:
+            continue
+        # What both prompts begin or end with alike is no leak: the run is what lies between.
+        start, stop = differing[0], differing[-1] + 1
+        enough = stop - start >= FOREIGN_CHARACTERS_MIN and off[start:stop] not in leak.prompt
+        if enough and (best is None or stop - start > best.stop - best.start):
+            best = _ForeignRun(start=start, stop=stop, source=prompt, place=match.b + start - match.a)
     return best
 
 
@@ -315,7 +322,7 @@ def _grid(trials: Sequence[TrialResult]) -> dict[str, Any]:
 def _steps(trials: Sequence[TrialResult]) -> list[tuple[str, int]]:
     """How many trials were detected how late."""
     counts = Counter(trial.detection_steps for trial in trials if trial.outcome == DETECTED)
-    names = {0: "before a token left", 1: "1 step late"}
+    names = {0: "in the same forward or before", 1: "1 step late"}
     return [(names.get(steps, f"{steps} steps late"), count) for steps, count in sorted(counts.items())]
 
 

@@ -33,7 +33,7 @@ def shortcomings(trial: TrialResult) -> list[str]:
         found.append(f"unknown outcome {trial.outcome!r}{because}")
     if trial.outcome != UNSUPPORTED:
         if trial.tokens_after_fault:
-            found.append(f"{trial.tokens_after_fault} tokens left the engine after the fault was live")
+            found.append(f"tokens that left the engine after the fault was live: {trial.tokens_after_fault}")
         if trial.bystanders_changed:
             found.append(f"output of others changed: {', '.join(trial.bystanders_changed)}")
         if trial.false_positives:
@@ -45,7 +45,7 @@ def clean_shortcomings(run: CleanResult) -> list[str]:
     """Why the run is not clean, a phrase each; empty exactly if it is."""
     found = []
     if run.violations:
-        found.append(f"{len(run.violations)} violations flagged where nothing was wrong")
+        found.append(f"flagged where nothing was wrong: {len(run.violations)}")
     if run.requests_changed:
         found.append(f"output changed under the guard: {', '.join(run.requests_changed)}")
     return found

@@ -71,6 +71,7 @@ class Run:
     injection: Injection | None = None
     injected_step: int = -1
     live_step: int = -1
+    detected_step: int = -1
     affected: frozenset[str] = frozenset()
     counts: Counts = field(default_factory=Counts)
     crash: str = ""
@@ -129,6 +130,17 @@ class _Watch:
                 run.affected = run.injection.affected()
 
 
+class _DetectionStep:
+    """Notes the engine's step in which the guard first reported anything: guards count only steps with work."""
+
+    def __init__(self, guard: PagedGuard, run: Run) -> None:
+        self._guard, self._run = guard, run
+
+    def after_step(self, engine: Engine) -> None:
+        if self._run.detected_step < 0 and self._guard.violations:
+            self._run.detected_step = engine.step_index
+
+
 class _ClientAborts:
     """The control: clients of the aborted requests leave at the very step in which the guard ended them."""
 
@@ -160,6 +172,8 @@ def run_engine(
         engine.at_schedule.append(watch.at_schedule)
         engine.at_launch.append(watch.at_launch)
     after = [] if client_aborts is None else [_ClientAborts(client_aborts).after_step]
+    if guard is not None:
+        after.append(_DetectionStep(guard, run).after_step)
     try:
         if not drive(engine, arrivals, max_steps=MAX_STEPS, after_step=after):
             run.crash = f"not done after {MAX_STEPS} steps"
@@ -183,7 +197,7 @@ def golden_run(
     model: str, weights: str, kv_dtype: str, page_size: int, traffic_seed: int, tight: bool, client_aborts: bool
 ) -> Run:
     """The same traffic without fault and guard; shared by all trials that need it."""
-    loaded = load_model(model, weights)  # type: ignore[arg-type]
+    loaded = load_model(model, weights)
     arrivals = trial_traffic(traffic_seed, prompt_maker(model, loaded), client_aborts=client_aborts)
     return run_engine(loaded, engine_config(kv_dtype=kv_dtype, page_size=page_size, tight=tight), arrivals)
 
@@ -194,7 +208,7 @@ def run_trial(plan: TrialPlan, *, model: str, backend: str, proofs: str | None =
     chosen = proofs or cell.proofs
     if (cell.fault, cell.proofs) in UNSUPPORTED_CELLS:
         return _result(plan, outcome=UNSUPPORTED, reason=UNSUPPORTED_CELLS[cell.fault, cell.proofs])
-    loaded = load_model(model, cell.weights)  # type: ignore[arg-type]
+    loaded = load_model(model, cell.weights)
     config = engine_config(kv_dtype=cell.kv_dtype, page_size=cell.page_size, tight=False)
     arrivals = trial_traffic(plan.traffic_seed, prompt_maker(model, loaded))
     fault = PAGE_FAULTS[cell.fault]
@@ -248,14 +262,13 @@ def _judge(
         late += sum(step >= on.live_step for step in on.emitted[name])
         # What the client got before must be what it would have got anyway.
         late += kept != golden.outputs[name][0][: len(kept)]
-    steps = [v.step for v in on.violations]
     if on.live_step < 0 and not refused:
         outcome, reason = NOT_INJECTED, "the bad page was never about to be read"
     elif affected <= set(aborted) and (affected or refused):
         outcome, reason = DETECTED, ""
     else:
         outcome, reason = MISSED, f"not aborted: {', '.join(sorted(affected - set(aborted))) or 'nobody was affected'}"
-    detected = min(steps, default=-1)
+    detected = on.detected_step
     return _result(
         plan,
         outcome=outcome,
@@ -317,7 +330,7 @@ def _leak(injection: Injection, golden: Run, off: Run, on: Run, arrivals: list[A
 
 def run_clean(plan: CleanPlan, *, model: str, backend: str) -> CleanResult:
     """Healthy traffic in a tight pool, guard on, against the same with the guard off."""
-    loaded = load_model(model, plan.weights)  # type: ignore[arg-type]
+    loaded = load_model(model, plan.weights)
     config = engine_config(kv_dtype=plan.kv_dtype, page_size=plan.page_size, tight=True)
     golden = golden_run(model, plan.weights, plan.kv_dtype, plan.page_size, plan.traffic_seed, True, True)
     arrivals = trial_traffic(plan.traffic_seed, prompt_maker(model, loaded), client_aborts=True)

@@ -9,7 +9,7 @@ from kvguard.books import Books
 from kvguard.page_table import PageState, Promise
 from kvguard.requests import RequestState
 from kvguard.telemetry import emit
-from kvguard.violation import Kind, Proof
+from kvguard.violation import Action, Kind, Proof
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Retired:
 
 
 class BookKeeping:
-    """The book-keeping calls of a Guard. Pages are the allocator's; a pool is named by its PoolSpec, None: the first."""
+    """The book-keeping calls of a Guard. Pages are the allocator's; a pool is named by its spec, None: the first."""
 
     def __init__(self, books: Books) -> None:
         self._books = books
@@ -93,6 +93,10 @@ class BookKeeping:
                 if promise.writer is state and promise.kept is None and promise.need_tokens > tokens:
                     promise.kept = False
                     books.tables[books.pool_index[promise.pool]].settle(promise)
+        for promise in state.promises:
+            if promise.need_tokens > tokens:
+                self._break(promise)
+        state.promises = [promise for promise in state.promises if promise.kept is None]
         for table, ledger in zip(books.tables, state.ledgers, strict=True):
             size = table.spec.page_size
             if size is None:
@@ -121,18 +125,14 @@ class BookKeeping:
                 continue
             if self._control:
                 problem = table.problem_with_allocation(page)
-                if problem is not None:
-                    books.control_violation(problem, index, page, request)
-                    if books.enforcing:
-                        continue
+                if problem is not None and self._refuse(problem, index, page, request):
+                    continue
             if not 0 <= page < table.spec.num_pages:
                 # Let through for lack of a control plane: the device has no tag for it and will flag the row.
                 ledger.append(page, table.invent_tag())
                 accepted.append(page)
                 continue
-            promise = table.record(page).promise
-            if promise is not None:
-                self._break(promise)
+            self._revoke(table.record(page).promise)
             ledger.append(page, table.allocate(page, request))
             accepted.append(page)
         books.rows.sync(state, index)
@@ -160,8 +160,8 @@ class BookKeeping:
         page, tag = ledger.page(column), ledger.tag(column)
         if page < 0 or table.problem_with_page(page) is not None or table.tag(page) != tag:
             if self._control:
-                books.control_violation(table.problem_with_page(page) or Kind.PUBLISH_UNOWNED, index, page, request)
-                return not books.enforcing
+                problem = table.problem_with_page(page) or Kind.PUBLISH_UNOWNED
+                return not self._refuse(problem, index, page, request)
             return True
         size = table.spec.page_size
         need = 0 if size is None else (column + 1) * size
@@ -169,9 +169,7 @@ class BookKeeping:
         if need > int(books.rows.computed[state.slot]):
             promise = Promise(pool=table.spec.name, page=page, tag=tag, writer=state, need_tokens=need)
             self._attach(promise, state)
-        previous = table.record(page).promise
-        if previous is not None:
-            self._break(previous)
+        self._revoke(table.record(page).promise)
         table.publish(page, key, promise, request)
         return True
 
@@ -186,7 +184,17 @@ class BookKeeping:
                     return
         state.promises.append(promise)
 
+    def _refuse(self, problem: Kind, index: int, page: int, request: str | None) -> bool:
+        """Record the fault of an operation; whether it must not take effect. What the report says is what happens."""
+        return self._books.control_violation(problem, index, page, request).action is not Action.OBSERVED
+
+    def _revoke(self, promise: Promise | None) -> None:
+        """The page moved on: nobody will be scheduled to write it. A step in flight still keeps its promise."""
+        if promise is not None and promise.step is None:
+            self._break(promise)
+
     def _break(self, promise: Promise) -> None:
+        """Nobody will have written the page: whoever reads it on the strength of the promise is unproven."""
         if promise.kept is None:
             promise.kept = False
             self._books.tables[self._books.pool_index[promise.pool]].settle(promise)
@@ -209,10 +217,8 @@ class BookKeeping:
             if problem is None and (table.spec.name, page) in books.quarantine and books.enforcing:
                 break
             if problem is not None:
-                if self._control:
-                    books.control_violation(problem, index, page, request)
-                    if books.enforcing:
-                        break
+                if self._control and self._refuse(problem, index, page, request):
+                    break
                 # What it was promised is a publication that is gone: an expectation that no page meets.
                 ledger.append(page, table.invent_tag())
                 accepted += 1
@@ -258,15 +264,11 @@ class BookKeeping:
         for page in pages:
             if self._control:
                 problem = table.problem_with_retire(page, by)
-                if problem is not None:
-                    books.control_violation(problem, index, page, by)
-                    if books.enforcing:
-                        result.refused.append(page)
-                        continue
+                if problem is not None and self._refuse(problem, index, page, by):
+                    result.refused.append(page)
+                    continue
             if table.problem_with_page(page) is None and table.tag(page) != 0:
-                promise = table.retire(page, by)
-                if promise is not None:
-                    self._break(promise)
+                self._revoke(table.retire(page, by))
             if (table.spec.name, page) in books.quarantine and books.enforcing:
                 result.quarantined.append(page)
             else:
@@ -298,9 +300,7 @@ class BookKeeping:
         released = books.quarantine.release(table.spec.name)
         for page in table.live_pages():
             if revoke_held or not table.record(page).holders:
-                promise = table.retire(page, None)
-                if promise is not None:
-                    self._break(promise)
+                self._revoke(table.retire(page, None))
             else:
                 # Its writer still computes it; only the cache forgets it.
                 table.unpublish(page)

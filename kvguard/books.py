@@ -69,6 +69,16 @@ class Books:
             return False
         return not (self.breaker.tripped and self.config.breaker_action == "observe")
 
+    @property
+    def preparing(self) -> int:
+        """The step that is being put together: what happens between two steps belongs to the next one."""
+        return self.step + 1
+
+    def set_event_step(self, step: int) -> None:
+        """The step under which page events are recorded from now on."""
+        for table in self.tables:
+            table.step = step
+
     def index(self, pool: str | None) -> int:
         """The index of a pool by name; None means the only or first one."""
         if pool is None:
@@ -128,7 +138,7 @@ class Books:
                 action=action if self.enforcing else Action.OBSERVED,
                 pool=table.spec.name,
                 request=request,
-                step=self.step,
+                step=self.preparing,
                 page=page,
                 found_tag=record.tag if record else 0,
                 owner=", ".join(holders) or (record.owner if record else None),
@@ -177,13 +187,13 @@ class Books:
             message=violation.message,
         )
         if self.config.report_dir is not None:
-            content = None
-            if self.config.report_content and self.content_of and violation.request is not None:
-                content = self.content_of(violation.request)
             try:
+                content = None
+                if self.config.report_content and self.content_of and violation.request is not None:
+                    content = self.content_of(violation.request)
                 write_report(self.config.report_dir, violation, content=content)
-            except OSError as error:
-                # Losing a report file must not lose the abort.
+            except Exception as error:
+                # Losing a report file must not lose the abort, whatever the disk or an adapter's `content_of` raise.
                 emit("report_not_written", severity="error", id=violation.id, error=str(error))
         if self.breaker.count():
             emit(

@@ -5,8 +5,8 @@ Threads. One thread owns a Guard: the engine's scheduling thread, which makes ev
 The Verifier is owned by the thread that launches the forward; the two halves share nothing but the messages.
 
 Errors. ValueError: a call that makes no sense (an unknown request, a pool that does not exist); a bug of the adapter.
-GuardHalt: a violation while `on_violation` is `halt`. Violations are otherwise never exceptions: operations answer which
-pages they accepted, and `judge` answers what to abort.
+GuardHalt: a violation while `on_violation` is `halt`. Violations are otherwise never exceptions: operations answer
+which pages they accepted, and `judge` answers what to abort.
 """
 
 from __future__ import annotations
@@ -49,7 +49,6 @@ class Guard(BookKeeping):
             proofs = frozenset(proof for proof, on in chosen.items() if on)
         super().__init__(Books(pools, config, proofs))
         self._thread: int | None = None
-        self._judged = 0
         self._late = False
         self.armed = True
         emit("armed", pools=[spec.name for spec in pools], proofs=sorted(proofs), level=config.level)
@@ -94,10 +93,10 @@ class Guard(BookKeeping):
             raise ValueError(
                 f"{len(requests)} requests, {len(table_rows)} table rows and {len(tokens_end)} lengths: one each"
             )
+        # A refused call takes no step number: the device half would miss it for ever.
+        delta, pending = build_step(books, books.step + 1, requests, table_rows, tokens_end)
         books.step += 1
-        for table in books.tables:
-            table.step = books.step
-        delta, pending = build_step(books, books.step, requests, table_rows, tokens_end)
+        books.set_event_step(books.preparing)
         books.pending[books.step] = pending
         books.counters.steps_seen += 1
         books.counters.rows_seen += len(requests)
@@ -117,11 +116,13 @@ class Guard(BookKeeping):
         pending = books.pending.get(verdicts.step)
         if pending is None:
             raise ValueError(f"step {verdicts.step} is not in flight: judged before, or never made")
-        if verdicts.step != self._judged + 1:
-            raise ValueError(f"step {verdicts.step} judged out of order: step {self._judged + 1} comes first")
+        first = next(iter(books.pending))
+        if verdicts.step != first:
+            raise ValueError(f"step {verdicts.step} judged out of order: step {first} comes first")
+        books.set_event_step(pending.step)
         judgement = judge_step(books, pending, verdicts)
+        books.set_event_step(books.preparing)
         del books.pending[verdicts.step]
-        self._judged = verdicts.step
         books.counters.steps_verified += 1
         books.counters.rows_verified += len(pending.states)
         if len(books.pending) <= books.config.steps_in_flight_max:
@@ -139,7 +140,6 @@ class Guard(BookKeeping):
             return []
         for _, promise in pending.promises:
             self._break(promise)
-        self._judged = max(self._judged, step)
         return [state.id for state in pending.states]
 
     def _check_thread(self) -> None:

@@ -22,7 +22,7 @@ from kvguard.kernels.verify_pages.layout import (
 from kvguard.messages import Verdicts
 from kvguard.page_table import Promise
 from kvguard.requests import RequestState
-from kvguard.steps import PendingStep
+from kvguard.steps import PendingStep, never_ran
 from kvguard.tags import VACANT
 from kvguard.violation import Action, Kind, Proof, Violation
 
@@ -79,12 +79,20 @@ def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgem
     """Settle one step. Clean steps take the short way: two array operations and the promises of the step."""
     records = verdicts.records
     flagged: list[int] = []
+    if Proof.TAG in books.proofs and pending.states:
+        shape = None if records is None else records.shape[:2]
+        if shape != (len(books.tables), len(pending.states)):
+            raise UncheckedStep(f"step {pending.step}: verdicts of shape {shape}; the verification did not run")
     if records is not None:
         flags = records[:, :, FLAGS]
         if flags.any():
             if (flags == NOT_CHECKED).any():
                 raise UncheckedStep(f"step {pending.step}: no verdict for some rows; the verification did not run")
             flagged = np.flatnonzero(flags.any(axis=0)).tolist()
+    for row, promise in pending.waiting:
+        if promise.kept is False:
+            # Broken after this step was built: its writer's forward failed, or its tokens were taken back.
+            pending.suspects.setdefault(row, never_ran(promise))
     if not (flagged or pending.suspects or pending.condemned):
         _confirm(books, pending, None)
         for _, promise in pending.promises:
@@ -119,10 +127,11 @@ def _judge_flagged(books: Books, pending: PendingStep, verdicts: Verdicts, rows:
         if state.condemned is not None:
             continue
         violation, mismatches = _describe(books, pending, verdicts, row)
-        state.condemned = violation.id
+        _condemn(books, state, violation)
         violations.append(violation)
         evict.update((books.tables[m.pool].spec.name, m.page) for m in mismatches)
-        aborts.append(_abort(books, state, violation))
+        if state.alive:
+            aborts.append(_abort(books, state, violation))
         _condemn_dependents(books, state, violation, violations, aborts, evict)
     # Dependents of a flagged writer are unproven too, also those whose own row in this step was clean.
     unproven |= {row for row, state in enumerate(pending.states) if state.condemned is not None}
@@ -137,10 +146,17 @@ def _judge_flagged(books: Books, pending: PendingStep, verdicts: Verdicts, rows:
         step=pending.step,
         violations=tuple(violations),
         withheld=frozenset(pending.states[row].id for row in unproven),
-        aborts=tuple(abort for abort in aborts if books.requests.get(abort.request) is not None),
+        aborts=tuple(aborts),
         evict=tuple(sorted(evict)),
-        halt=books.config.on_violation == "halt",
+        halt=bool(violations) and books.config.on_violation == "halt",
     )
+
+
+def _condemn(books: Books, state: RequestState, violation: Violation) -> None:
+    """The request is over, and so are its rows in every step in flight, clean on the device or not."""
+    state.condemned = violation.id
+    for pending in books.pending.values():
+        pending.condemned.update(row for row, other in enumerate(pending.states) if other is state)
 
 
 def _action(books: Books, pending: PendingStep) -> Action:
@@ -253,9 +269,8 @@ def _describe(
 
 def _abort(books: Books, state: RequestState, violation: Violation) -> Abort:
     foreign: dict[str, list[int]] = {}
-    if state.alive:
-        for mismatch in _mismatches(books, state):
-            foreign.setdefault(books.tables[mismatch.pool].spec.name, []).append(mismatch.page)
+    for mismatch in _mismatches(books, state):
+        foreign.setdefault(books.tables[mismatch.pool].spec.name, []).append(mismatch.page)
     return Abort(
         request=state.id,
         violation=violation,
@@ -272,6 +287,17 @@ def _open_promises(books: Books, writer: RequestState) -> Iterable[Promise]:
                 yield promise
 
 
+def _reads_promise(books: Books, dependent: RequestState, incarnation: int) -> bool:
+    """Whether the adopter still has the promised page, or a step in flight that reads it."""
+    if dependent.alive and dependent.incarnation == incarnation:
+        return True
+    return any(
+        other is dependent and int(pending.incarnations[row]) == incarnation
+        for pending in books.pending.values()
+        for row, other in enumerate(pending.states)
+    )
+
+
 def _condemn_dependents(
     books: Books,
     writer: RequestState,
@@ -281,31 +307,35 @@ def _condemn_dependents(
     evict: set[tuple[str, int]],
 ) -> None:
     """A flagged writer's promised pages keep a former owner's bytes: whoever adopted them goes with it, and so on."""
-    for promise in list(_open_promises(books, writer)):
-        _settle(books, promise, kept=False)
-        evict.add((promise.pool, promise.page))
-        for dependent, incarnation in promise.dependents:
-            if not dependent.alive or dependent.incarnation != incarnation or dependent.condemned is not None:
-                continue
-            violation = books.violate(
-                Violation(
-                    id="",
-                    proof=Proof.TAG,
-                    kind=Kind.WRITER_FLAGGED,
-                    action=cause.action,
-                    pool=promise.pool,
-                    request=dependent.id,
-                    step=cause.step,
-                    page=promise.page,
-                    expected_tag=promise.tag,
-                    found_tag=books.tables[books.pool_index[promise.pool]].tag(promise.page),
-                    owner=writer.id,
-                    history=books.recorder.history(promise.pool, promise.page),
-                    cause=cause.id,
+    chain = [(writer, cause)]
+    while chain:
+        writer, cause = chain.pop()
+        for promise in list(_open_promises(books, writer)):
+            _settle(books, promise, kept=False)
+            evict.add((promise.pool, promise.page))
+            for dependent, incarnation in promise.dependents:
+                if dependent.condemned is not None or not _reads_promise(books, dependent, incarnation):
+                    continue
+                violation = books.violate(
+                    Violation(
+                        id="",
+                        proof=Proof.TAG,
+                        kind=Kind.WRITER_FLAGGED,
+                        action=cause.action,
+                        pool=promise.pool,
+                        request=dependent.id,
+                        step=cause.step,
+                        page=promise.page,
+                        expected_tag=promise.tag,
+                        found_tag=books.tables[books.pool_index[promise.pool]].tag(promise.page),
+                        owner=writer.id,
+                        history=books.recorder.history(promise.pool, promise.page),
+                        cause=cause.id,
+                    )
                 )
-            )
-            dependent.condemned = violation.id
-            violations.append(violation)
-            aborts.append(_abort(books, dependent, violation))
-            _condemn_dependents(books, dependent, violation, violations, aborts, evict)
-    writer.promises.clear()
+                _condemn(books, dependent, violation)
+                violations.append(violation)
+                if dependent.alive:
+                    aborts.append(_abort(books, dependent, violation))
+                chain.append((dependent, violation))
+        writer.promises.clear()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvguard.kernels.mixing import MASK64, mix
+from kvguard.tags import VACANT
 
 GAP = -1
 
@@ -17,7 +18,8 @@ class Ledger:
     """Pages and tags of one request in one pool.
 
     `digest` is the sum of mix(key, column, tag) over the live columns modulo 2**64, kept up to date by every change:
-    appending or dropping a page costs one term, whatever the length.
+    appending or dropping a page costs one term, whatever the length. A column is a gap where its tag is VACANT: a page
+    id cannot tell, for a ledger may hold one outside the pool that nothing checked.
     """
 
     __slots__ = ("_key", "_pages", "_tags", "_extents", "digest")
@@ -87,7 +89,7 @@ class Ledger:
             self.skip(column - len(self._pages))
             self.append(page, tag)
             return
-        was_gap = self._pages[column] == GAP
+        was_gap = self._tags[column] == VACANT
         if not was_gap:
             self.digest = (self.digest - mix(self._key, column, self._tags[column])) & MASK64
         self._pages[column], self._tags[column] = page, tag
@@ -100,7 +102,7 @@ class Ledger:
         stop = min(stop, len(self._pages))
         dropped: list[int] = []
         for column in range(start, stop):
-            if self._pages[column] == GAP:
+            if self._tags[column] == VACANT:
                 continue
             dropped.append(self._pages[column])
             self.digest = (self.digest - mix(self._key, column, self._tags[column])) & MASK64
@@ -134,8 +136,8 @@ class Ledger:
 
     def _rebuild(self) -> None:
         extents: list[list[int]] = []
-        for column, page in enumerate(self._pages):
-            if page == GAP:
+        for column, tag in enumerate(self._tags):
+            if tag == VACANT:
                 continue
             if extents and extents[-1][1] == column:
                 extents[-1][1] = column + 1

@@ -89,7 +89,8 @@ class PageTable:
         self._records: dict[int, PageRecord] = {}
         self.changes: dict[int, int] = {}
         """page -> tag since the last step; the last change of a page wins."""
-        self.step = 0
+        self.step = 1
+        """The step under which events are recorded."""
 
     def record(self, page: int) -> PageRecord:
         """The record of a page inside the pool, made on first use."""

@@ -43,8 +43,9 @@ def report_text(violation: Violation, *, content: str | None = None) -> str:
         lines.append(f"            column {v.column}{span}")
     if v.page >= 0:
         lines.append(f"  page      {v.page}, held now by {v.owner or 'nobody'}")
-    if v.expected_tag or v.found_tag:
+    if v.expected_tag:
         lines.append(f"  promised  tag {format_tag(v.expected_tag)}")
+    if v.page >= 0:
         lines.append(f"  found     tag {format_tag(v.found_tag)}")
     if v.row_entries:
         differing = [
@@ -65,7 +66,8 @@ def report_text(violation: Violation, *, content: str | None = None) -> str:
         lines += [f"    {_event_text(event)}" for event in v.history.events]
     lines += ["", f"  kvguard   {_DID[v.action]}" + (f"; page {v.page} is quarantined" if v.quarantined else "")]
     lines += [f"  next      {ADVICE[v.kind]}"]
-    lines.append(f"SUMMARY: kvguard: {v.kind} pool={v.pool} page={v.page} request={v.request} owner={v.owner} id={v.id}")
+    place = f"pool={v.pool} page={v.page} request={v.request} owner={v.owner}"
+    lines.append(f"SUMMARY: kvguard: {v.kind} {place} id={v.id}")
     lines.append("=" * 72)
     return "\n".join(lines)
 

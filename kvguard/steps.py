@@ -25,7 +25,9 @@ class PendingStep:
     ends          int64 [rows]: each request's KV length after the step, in tokens
     enforce       whether violations of this step have consequences; fixed when it is built, for its kernel acts on it
     suspects      row -> (kind, detail): rows the host already knows to be unproven; the device neutralises them
+    condemned     rows of requests that a violation ended, before this step was built or while it was in flight
     promises      promises that this step keeps if its row is verified, with the row
+    waiting       open promises that a row of this step reads, with the row
     """
 
     step: int
@@ -38,13 +40,14 @@ class PendingStep:
     suspects: dict[int, tuple[Kind, str]] = field(default_factory=dict)
     condemned: set[int] = field(default_factory=set)
     promises: list[tuple[int, Promise]] = field(default_factory=list)
+    waiting: list[tuple[int, Promise]] = field(default_factory=list)
 
 
 def build_step(
     books: Books, step: int, requests: Sequence[str], table_rows: Sequence[int], tokens_end: Sequence[int]
 ) -> tuple[StepDelta, PendingStep]:
     """The message for one step, and what `judge` needs when its verdicts come back."""
-    states = [books.requests[request] for request in requests]
+    states = [books.state(request) for request in requests]
     rows = books.rows
     slots = np.array([state.slot for state in states], np.int64)
     ends = np.array(tokens_end, np.int64)
@@ -92,14 +95,16 @@ def _check_dependencies(pending: PendingStep, row: int, state: RequestState) -> 
             continue
         still_open.append(promise)
         if promise.kept is False or promise.step is None:
-            pending.suspects.setdefault(
-                row,
-                (
-                    Kind.WRITER_NEVER_RAN,
-                    f"page {promise.page} was promised by request {promise.writer.id}, whose step did not run",
-                ),
-            )
+            pending.suspects.setdefault(row, never_ran(promise))
+        else:
+            pending.waiting.append((row, promise))
     state.depends = still_open
+
+
+def never_ran(promise: Promise) -> tuple[Kind, str]:
+    """Why a row that reads this promised page is unproven."""
+    detail = f"page {promise.page} was promised by request {promise.writer.id}, whose step did not run"
+    return Kind.WRITER_NEVER_RAN, detail
 
 
 def _check_coverage(books: Books, pending: PendingStep) -> None:

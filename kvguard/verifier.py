@@ -89,6 +89,7 @@ class Verifier:
         if missing and self._setup.check and delta.requests:
             raise ValueError(f"no block table for pool {', '.join(missing)}: attention would read it unchecked")
         self._step = delta.step
+        inputs = {pool: self._arrays.accept(given) for pool, given in inputs.items()}
         packed = self._arrays.upload(delta.packed)
         rows = len(delta.requests)
         for section in delta.sections:
@@ -160,6 +161,16 @@ class _NumpyArrays:
     def upload(self, array: Any) -> Any:
         return array
 
+    def accept(self, given: PoolInputs) -> PoolInputs:
+        """Tensors on the CPU are taken as NumPy views of the same memory."""
+
+        def view(array: Any) -> Any:
+            return array if array is None or isinstance(array, np.ndarray) else array.numpy()
+
+        return PoolInputs(
+            table=view(given.table), slot_mapping=view(given.slot_mapping), query_start=view(given.query_start)
+        )
+
 
 class _TorchArrays:
     """Array making on a torch device; uploads do not wait."""
@@ -175,6 +186,9 @@ class _TorchArrays:
 
     def full(self, shape: tuple[int, ...], value: int) -> Any:
         return self._torch.full(shape, value, dtype=self._torch.int64, device=self._device)
+
+    def accept(self, given: PoolInputs) -> PoolInputs:
+        return given
 
     def upload(self, array: Any) -> Any:
         # From pageable memory CUDA stages the copy before the call returns, so the host array may be reused at once.

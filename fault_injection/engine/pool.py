@@ -33,6 +33,7 @@ class PagePool:
     references   how many requests use each page
     cached       cache key -> page, for pages that hold (or, promised, are about to hold) a full page of tokens
     key_of       page -> the key it is cached under
+    handed_out   how often each page was given to a request; last_taker: to which one last
     idle         cached pages that no request uses, least recently used first
     """
 
@@ -45,6 +46,8 @@ class PagePool:
         self.key_of: dict[int, int] = {}
         self.idle: OrderedDict[int, None] = OrderedDict()
         self.evictions = 0
+        self.handed_out = [0] * num_pages
+        self.last_taker: dict[int, str] = {}
 
     @property
     def available(self) -> int:
@@ -61,6 +64,8 @@ class PagePool:
             if self.guard is not None and not self.guard.allocate(request, [page]):
                 continue
             self.references[page] = 1
+            self.handed_out[page] += 1
+            self.last_taker[page] = request
             self.idle.pop(page, None)
             return page
         return None

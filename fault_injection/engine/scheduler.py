@@ -93,8 +93,8 @@ class Scheduler:
         self.running: list[Sequence] = []
         self.free_rows = list(range(max_rows - 1, -1, -1))
         self.counts = Counts()
-        self.adoptions: list[tuple[int, str, int]] = []
-        """(step, request, page) of every prefix hit, in order; a campaign reads dependents from it."""
+        self.promised_adoptions: list[tuple[int, str, str]] = []
+        """(step, reader, writer): a request took a page that another one writes in that very step."""
         self.publications: dict[int, tuple[int, str]] = {}
         """page -> (step, request) of its last publication."""
 
@@ -197,8 +197,10 @@ class Scheduler:
         sequence.was_preempted = False
         sequence.pages = self.pool.share(sequence.id, hits)
         for page in sequence.pages:
-            self.adoptions.append((step, sequence.id, page))
-            self.counts.promised_hits += self.publications.get(page, (0, ""))[0] == step
+            published, writer = self.publications.get(page, (0, ""))
+            if published == step:
+                self.promised_adoptions.append((step, sequence.id, writer))
+                self.counts.promised_hits += 1
         self.counts.prefix_hits += bool(sequence.pages)
         sequence.computed = len(sequence.pages) * self.page_size
         sequence.published = len(sequence.pages)

@@ -76,8 +76,10 @@ def _readers_but_the_taker(target: PageTarget, page: int, victims: tuple[str, ..
 
     def affected() -> frozenset[str]:
         count, taker = target.handed_out(page)
-        owners = {taker} - set(victims) if count > before else set()
-        return frozenset(set(target.users(page)) - owners)
+        # A taker that lists the page twice had taken it from the cache as well: it would overwrite what it reads.
+        uses = {request.id: request.pages.count(page) for request in target.running()}
+        rightful = count > before and taker is not None and taker not in victims and uses.get(taker, 0) == 1
+        return frozenset(name for name, times in uses.items() if times and not (rightful and name == taker))
 
     return affected
 
@@ -105,6 +107,8 @@ class PageFault:
     name: ClassVar[str]
     summary: ClassVar[str]
     reaches_control_plane: ClassVar[bool]
+    needs_arrival: ClassVar[bool] = False
+    """Whether a request must arrive after the injection for the fault to go live."""
 
     def inject(self) -> Injection | None:
         """Break something, or answer None if nothing suitable is there yet."""
@@ -125,6 +129,7 @@ class UseAfterFree(PageFault):
     name: ClassVar[str] = "use-after-free"
     summary: ClassVar[str] = "page freed under a running request and handed to another"
     reaches_control_plane: ClassVar[bool] = True
+    needs_arrival: ClassVar[bool] = True
 
     def inject(self) -> Injection | None:
         picked = _pick(self._rng(), self.target)
@@ -189,6 +194,7 @@ class DoubleAllocation(PageFault):
     name: ClassVar[str] = "double-allocation"
     summary: ClassVar[str] = "page in use stands in the free list and is handed out again"
     reaches_control_plane: ClassVar[bool] = True
+    needs_arrival: ClassVar[bool] = True
 
     def inject(self) -> Injection | None:
         picked = _pick(self._rng(), self.target)
@@ -303,6 +309,7 @@ class StaleCacheEntry(PageFault):
     name: ClassVar[str] = "stale-cache-entry"
     summary: ClassVar[str] = "cache entry outlived its page, which was republished for other content"
     reaches_control_plane: ClassVar[bool] = True
+    needs_arrival: ClassVar[bool] = True
 
     def inject(self) -> Injection | None:
         candidates = [w for w in self.target.waiting() if w.fits and w.prefix_keys]

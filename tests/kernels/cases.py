@@ -65,7 +65,10 @@ def run_case(case: Case, backend: str) -> Outcome:
 
         wrap = torch.from_numpy
     table = wrap(wide)[:, :: case.column_stride]
+    arrays: dict[str, Any] = {}
     names = ("page_tag", "row_index", "expected", "extent_offset", "extent_start", "extent_stop", "query_start")
+    for name in names:
+        arrays[name] = wrap(getattr(case, name).copy())
     verify_pages(
         table=table,
         columns=int(max(case.extent_stop, default=0)),
@@ -77,7 +80,7 @@ def run_case(case: Case, backend: str) -> Outcome:
         evidence=wrap(evidence),
         evidence_row=wrap(evidence_row),
         slot_mapping=wrap(slots),
-        **{name: wrap(getattr(case, name).copy()) for name in names},
+        **arrays,
     )
     padding = np.delete(wide, np.s_[:: case.column_stride], axis=1)
     assert (padding == 77).all(), "columns between the strided ones were written"

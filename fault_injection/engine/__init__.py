@@ -1,0 +1,1 @@
+"""The embedded engine: a small paged LLM engine in PyTorch, the default target of fault campaigns."""
