@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 ENGINES = ("embedded",)
 DEFAULT_SEED = 1
-TABLE_COLUMNS = 120
-DEFAULT_TRIALS = 288
+TABLE_COLUMNS = 132
+DEFAULT_TRIALS = 252
 DEFAULT_CLEAN_RUNS = 54
 
 
@@ -184,6 +184,7 @@ def _campaign(plan: CampaignPlan, runs_dir: Path, workers: int, as_json: bool) -
 
 def _meta(plan: CampaignPlan, wall_s: float) -> dict[str, Any]:
     import platform
+    import shlex
 
     from kvguard import __version__
 
@@ -192,6 +193,7 @@ def _meta(plan: CampaignPlan, wall_s: float) -> dict[str, Any]:
         "engine": plan.engine,
         "model": plan.model,
         "backend": plan.backend,
+        "command": shlex.join(["kvguard", *sys.argv[1:]]),
         "kvguard": __version__,
         "python": platform.python_version(),
         "wall_s": round(wall_s, 1),
@@ -271,11 +273,12 @@ def _telling(trial: TrialResult) -> bool:
 
 
 def _line(trial: TrialResult) -> str:
+    from kvguard.fault_injection.junit import shortcomings
+
     cell = trial.cell
     return (
         f"trial {trial.index} {cell.fault} kv={cell.kv_dtype} weights={cell.weights} page_size={cell.page_size} "
-        f"proofs={cell.proofs}: {trial.outcome} {trial.reason} late={trial.tokens_after_fault} "
-        f"changed={','.join(trial.bystanders_changed)} extra={','.join(trial.false_positives)}"
+        f"proofs={cell.proofs}: {'; '.join(shortcomings(trial)) or trial.outcome}"
     )
 
 
@@ -297,7 +300,7 @@ def _table(results: CampaignResults) -> Table:
     late = ("steps to detect", "tokens after", "others changed", "false alarms")
     for name in names + late:
         # Two-word headings stand on two lines, so that the table fits 110 columns.
-        table.add_column(name.replace(" ", "\n", 1), justify="right", no_wrap=True)
+        table.add_column("\n".join(name.rsplit(" ", 1)), justify="right", no_wrap=True)
     for fault, proofs, tally in [*results.by_fault(), ("all", "", results.total())]:
         if fault == "all":
             table.add_section()

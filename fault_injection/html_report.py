@@ -104,12 +104,12 @@ def report_html(results: CampaignResults, data: dict[str, Any]) -> str:
         proofs=_bars(_proofs(results.trials)),
         clean=results.clean,
         contained=results.clean_counts(),
+        empty=results.empty_clean_counts(),
         unclean=[(run, clean_shortcomings(run)) for run in results.clean if not run.clean],
         unproven=[(trial, shortcomings(trial)) for trial in unproven],
         left_out=_left_out(results.trials),
         facts=_facts(data),
         history=history,
-        share=_share,
     )
 
 

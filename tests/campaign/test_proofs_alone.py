@@ -20,7 +20,7 @@ def trial(fault: str, kv_dtype: str, weights: str, page_size: int, proofs: str, 
     return run_trial(plan, model="recall", backend="torch", proofs=proofs)
 
 
-@pytest.mark.parametrize("fault,storage", itertools.product(PAGE_FAULTS, STORAGE))
+@pytest.mark.parametrize("fault,storage", list(itertools.product(PAGE_FAULTS, STORAGE)))
 def test_the_tag_proof_alone_finds_every_fault(fault: str, storage: tuple[str, str, int]) -> None:
     """With the control plane off, each fault reaches the device and aborts exactly the affected requests."""
     result = trial(fault, *storage, proofs="tag")
@@ -31,7 +31,7 @@ def test_the_tag_proof_alone_finds_every_fault(fault: str, storage: tuple[str, s
     assert (result.tokens_after_fault, result.bystanders_changed, result.false_positives) == (0, (), ())
 
 
-@pytest.mark.parametrize("fault,storage", itertools.product(PAGE_FAULTS, STORAGE))
+@pytest.mark.parametrize("fault,storage", list(itertools.product(PAGE_FAULTS, STORAGE)))
 def test_the_control_plane_alone_finds_every_fault_that_passes_it(fault: str, storage: tuple[str, str, int]) -> None:
     """With the tag proof off, operations are refused and nobody is aborted; row faults pass no allocator call."""
     result = trial(fault, *storage, proofs="control_plane")

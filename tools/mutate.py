@@ -1,0 +1,150 @@
+"""Takes one check out of the guard at a time and demands that a test goes red: `python tools/mutate.py [NAME ...]`.
+
+Each mutation of tools/mutations.py is applied to a copy of the source tree in a temporary folder, where the named tests
+are run. A mutation whose text no longer matches, a run that cannot collect its tests and a copy that is red without
+any mutation are errors, not passes.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+if str(ROOT) not in sys.path:
+    sys.path.insert(0, str(ROOT))  # run as a script, only tools/ is there
+
+from tools.mutations import MUTATIONS, Mutation  # noqa: E402
+
+COPIED = ("kvguard", "kernels", "adapters", "fault_injection", "tests", "pyproject.toml")
+WORKERS = 2
+TIMEOUT_S = 300
+GREEN, RED = 0, 1
+
+
+class MutationError(RuntimeError):
+    """The mutation says nothing about the tests: it does not match, or its tests could not be run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What became of one mutation. `red`: the test that went red, None if it survived; `error`: why it says nothing."""
+
+    name: str
+    red: str | None = None
+    error: str | None = None
+
+
+@contextmanager
+def source_tree() -> Iterator[Path]:
+    """A copy of the source tree, links kept as links, in a folder that is gone afterwards."""
+    with tempfile.TemporaryDirectory(prefix="kvguard-mutate-") as folder:
+        tree = Path(folder)
+        for name in COPIED:
+            if (ROOT / name).is_dir():
+                ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
+                shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
+            else:
+                shutil.copy2(ROOT / name, tree / name)
+        yield tree
+
+
+def run_python(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Python in the copy, which is first on its path; no bytecode, for a mutation may keep a file's size and second."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("KVGUARD_", "PYTEST_"))}
+    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True, check=False,
+        timeout=TIMEOUT_S,
+    )  # fmt: skip
+
+
+def run_tests(tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    """The quick tests of these files, up to the first that is red."""
+    options = ("-x", "-q", "-rf", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow and not soak")
+    return run_python(tree, "-m", "pytest", *options, *tests)
+
+
+def check_tree(tree: Path, tests: Sequence[str]) -> None:
+    """The copy is what runs, and it is green as it is. MutationError otherwise."""
+    code = "import kvguard, kvguard.kernels.mixing as k, kvguard.adapters.generic as a; print(k.__file__, a.__file__)"
+    found = run_python(tree, "-c", code)
+    if found.returncode or not all(Path(path).resolve().is_relative_to(tree.resolve()) for path in found.stdout.split()):
+        raise MutationError(f"the tests would not run on the copy: {found.stdout}{found.stderr}")
+    done = run_tests(tree, tests)
+    if done.returncode != GREEN:
+        raise MutationError(f"the copy is not green without a mutation:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
+
+
+def mutated_text(source: str, mutation: Mutation) -> str:
+    """The file's text with the mutation in it. MutationError unless `old` is there exactly once and changes something."""
+    count = source.count(mutation.old)
+    if count != 1 or mutation.old == mutation.new:
+        raise MutationError(f"{mutation.path}: its text occurs {count} times, not once: look after this mutation")
+    text = source.replace(mutation.old, mutation.new)
+    compile(text, mutation.path, "exec")
+    return text
+
+
+def try_mutation(tree: Path, mutation: Mutation) -> Outcome:
+    """Apply, test, restore."""
+    path = tree / mutation.path
+    source = path.read_text(encoding="utf-8")
+    try:
+        path.write_text(mutated_text(source, mutation), encoding="utf-8")
+        done = run_tests(tree, mutation.tests)
+    except (MutationError, SyntaxError, subprocess.TimeoutExpired) as error:
+        return Outcome(name=mutation.name, error=str(error))
+    finally:
+        path.write_text(source, encoding="utf-8")
+    red = re.search(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
+    if done.returncode == RED and red is not None:
+        return Outcome(name=mutation.name, red=red.group(1))
+    if done.returncode == GREEN:
+        return Outcome(name=mutation.name)
+    return Outcome(name=mutation.name, error=f"pytest exit code {done.returncode}: {done.stdout[-500:]}")
+
+
+def run_all(mutations: Sequence[Mutation] = MUTATIONS, workers: int = WORKERS) -> list[Outcome]:
+    """Every mutation, on as many copies as workers; raises MutationError if the unmutated copy is not green."""
+    tests = sorted({test for mutation in mutations for test in mutation.tests})
+    trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+
+    def on_a_free_tree(mutation: Mutation) -> Outcome:
+        tree = trees.get()
+        try:
+            return try_mutation(tree, mutation)
+        finally:
+            trees.put(tree)
+
+    with source_tree() as first, source_tree() as second, ThreadPoolExecutor(workers) as pool:
+        check_tree(first, tests)
+        for tree in (first, second)[:workers]:
+            trees.put(tree)
+        return list(pool.map(on_a_free_tree, mutations))
+
+
+def main(names: Sequence[str]) -> int:
+    """Print the table; 0 if every mutation turned a test red."""
+    chosen = [mutation for mutation in MUTATIONS if not names or any(name in mutation.name for name in names)]
+    outcomes = run_all(chosen)
+    width = max((len(outcome.name) for outcome in outcomes), default=0)
+    for outcome in outcomes:
+        print(f"{outcome.name:<{width}}  {outcome.red or outcome.error or 'SURVIVED'}")
+    bad = sum(outcome.red is None for outcome in outcomes)
+    print(f"{len(outcomes)} mutations, {bad} without a red test")
+    return 1 if bad or not outcomes else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

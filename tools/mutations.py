@@ -1,0 +1,164 @@
+"""The mutations of tools/mutate.py: what is taken out of the guard, and the quickest tests that must notice.
+
+Each `old` is exact text that occurs once in its file; `new` takes its place. One that no longer matches is an error, so
+whoever changes such a line looks after its mutation as well.
+"""
+# ruff: noqa: E501 -- a table whose rows are exact text
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+CORE: Final = "tests/core"
+CONTROL: Final = f"{CORE}/test_guard_control_plane.py"
+TAG: Final = f"{CORE}/test_guard_tag_proof.py"
+PROMISES: Final = f"{CORE}/test_promises.py"
+IN_FLIGHT: Final = f"{CORE}/test_steps_in_flight.py"
+STEPS: Final = f"{CORE}/test_steps_and_messages.py"
+POLICY: Final = f"{CORE}/test_policy.py"
+REPORT: Final = f"{CORE}/test_report.py"
+LEDGER: Final = f"{CORE}/test_ledger.py"
+TAGS: Final = f"{CORE}/test_tags.py"
+TABLE: Final = f"{CORE}/test_page_table.py"
+GENERIC: Final = f"{CORE}/test_generic_adapter.py"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mutation:
+    """One exact replacement in one file, and the test files of which one must go red."""
+
+    name: str
+    path: str
+    tests: tuple[str, ...]
+    old: str
+    new: str
+
+
+def _of(path: str, *rows: tuple[str, str, str, str]) -> tuple[Mutation, ...]:
+    """Rows of (name, test file, old, new) for one file."""
+    return tuple(Mutation(name=name, path=path, tests=(test,), old=old, new=new) for name, test, old, new in rows)
+
+
+MUTATIONS: Final[tuple[Mutation, ...]] = (
+    *_of(
+        "kvguard/judge.py",
+        ("the abort", TAG, "        if state.alive:\n            aborts.append(_abort(books, state", "        if False:\n            aborts.append(_abort(books, state"),
+        ("the abort's aim: a successor of the same name", IN_FLIGHT, "        if state.alive:\n            aborts.append(_abort(books, state", "        if True:\n            aborts.append(_abort(books, state"),
+        ("the withholding", TAG, "withheld=frozenset(pending.states[row].id for row in unproven)", "withheld=frozenset()"),
+        ("the withholding of later steps in flight", IN_FLIGHT, "pending.condemned.update(row for row, other in enumerate(pending.states) if other is state)", "pass"),
+        ("the quarantine", TAG, "kept_out = books.quarantine_page(mismatch.pool, mismatch.page)", "kept_out = False"),
+        ("the eviction of lost pages", TAG, "evict.update((books.tables[m.pool].spec.name, m.page) for m in mismatches)", "pass"),
+        ("the dependency rule", PROMISES, "        _condemn_dependents(books, state, violation, violations, aborts, evict)\n", ""),
+        ("dependents of dependents", PROMISES, "chain.append((dependent, violation))", "pass"),
+        ("dependents that left with a step in flight", IN_FLIGHT, "other is dependent and int(pending.incarnations[row]) == incarnation", "False"),
+        ("promises broken while their reader is in flight", IN_FLIGHT, "        if promise.kept is False:\n            # Broken after", "        if False:\n            # Broken after"),
+        ("the breaking of a flagged row's promises", PROMISES, "_settle(books, promise, kept=row not in unproven)", "_settle(books, promise, kept=True)"),
+        ("progress counted for the same incarnation only", IN_FLIGHT, "good = rows.incarnation[slots] == pending.incarnations", "good = rows.incarnation[slots] == rows.incarnation[slots]"),
+        ("the check that a verdict was written", STEPS, "if (flags == NOT_CHECKED).any():", "if False:"),
+        ("the check that every row has a verdict", STEPS, "if shape != (len(books.tables), len(pending.states)):", "if False:"),
+        ("foreign pages", TAG, "setdefault(books.tables[mismatch.pool].spec.name, []).append(mismatch.page)", "setdefault(books.tables[mismatch.pool].spec.name, [])"),
+    ),
+    *_of(
+        "kvguard/steps.py",
+        ("the withholding of a request that is not ended yet", TAG, "                pending.condemned.add(row)\n            elif", "                pass\n            elif"),
+        ("the neutralising of rows that the host suspects", PROMISES, "expected[suspects] ^= 1", "pass"),
+        ("the check of reads past the ledger", TAG, "        _check_coverage(books, pending)\n    delta", "    delta"),
+        ("the check of promises before a step", PROMISES, "            elif state.depends:\n", "            elif False:\n"),
+        ("several extents", STEPS, "if not (count > 1).any():", "if True:"),
+        ("tag changes sent once", STEPS, "    table.changes = {}\n", ""),
+    ),
+    *_of(
+        "kvguard/page_table.py",
+        ("the tag change at free", TABLE, "record.tag = self.changes[page] = VACANT", "self.changes[page] = VACANT"),
+        ("the tag change at free, on the device", IN_FLIGHT, "record.tag = self.changes[page] = VACANT", "record.tag = VACANT"),
+        ("the tag change at allocation", TAG, "record.tag = self.changes[page] = self._tags.take()", "record.tag = self.changes[page] = record.tag or self._tags.take()"),
+        ("the tag change at allocation, on the device", TAG, "record.tag = self.changes[page] = self._tags.take()", "record.tag = self._tags.take()"),
+        ("the check of double allocation", CONTROL, "(Kind.DOUBLE_ALLOCATION if self.record(page).holders else None)", "None"),
+        ("the check of double free", CONTROL, "return Kind.DOUBLE_FREE if record.was_used else Kind.FREE_UNOWNED", "return None"),
+        ("the check of a free by a stranger", CONTROL, "            return Kind.FREE_UNOWNED\n        return", "            return None\n        return"),
+        ("the check of a free while held", CONTROL, "return Kind.FREE_WHILE_HELD if record.holders - {by} else None", "return None"),
+        ("the check of hits on vacant pages", CONTROL, "        if record.tag == VACANT:\n            return Kind.ADOPT_VACANT\n", ""),
+        ("the publication key check", CONTROL, "return None if record.publication == key and key is not None else Kind.ADOPT_STALE", "return None"),
+        ("the check of the null page", CONTROL, "return Kind.NULL_PAGE_USED if page == self.spec.null_page else None", "return None"),
+        ("the check of the page range", CONTROL, "if not 0 <= page < self.spec.num_pages:", "if False:"),
+        ("the end of a broken promise's publication", TABLE, "            record.publication = None\n            self._note(promise.page, \"revoked\"", "            self._note(promise.page, \"revoked\""),
+    ),
+    *_of(
+        "kvguard/bookkeeping.py",
+        ("the check of publications", CONTROL, " or table.tag(page) != tag:", ":"),
+        ("the quarantine at allocation", TAG, "in books.quarantine and books.enforcing:\n                continue", "in ():\n                continue"),
+        ("the quarantine at free", TAG, "in books.quarantine and books.enforcing:\n                result", "in ():\n                result"),
+        ("the quarantine at adoption", TAG, "in books.quarantine and books.enforcing:\n                break", "in ():\n                break"),
+        ("the list of who trusts a promise", PROMISES, "promise.dependents.append((state, state.incarnation))", "pass"),
+        ("the list of what a request trusts", PROMISES, "state.depends.append(promise)", "pass"),
+        ("the expectation that no page meets", TAG, "                ledger.append(page, table.invent_tag())\n                accepted += 1", "                ledger.append(page, table.tag(page))\n                accepted += 1"),
+        ("the refusal that the report claims", CONTROL, "return self._books.control_violation(problem, index, page, request).action is not Action.OBSERVED", "self._books.control_violation(problem, index, page, request)\n        return self._books.enforcing"),
+        ("promises taken back by rewind", IN_FLIGHT, "            if promise.need_tokens > tokens:\n                self._break(promise)", "            pass"),
+        ("promises kept by a step in flight", IN_FLIGHT, "if promise is not None and promise.step is None:", "if promise is not None:"),
+        ("pages let go of by a preempted request", IN_FLIGHT, "        self._books.release_all(state)\n        self._restart(state)\n        state.preempted", "        self._restart(state)\n        state.preempted"),
+    ),
+    *_of(
+        "kvguard/books.py",
+        ("the halt of a refused operation", CONTROL, "        if violation.action is Action.HALTED:\n            raise", "        if False:\n            raise"),
+        ("content only for those who asked", REPORT, "if self.config.report_content and self.content_of", "if self.content_of"),
+        ("the abort though the report fails", REPORT, "except Exception as error:\n                # Losing", "except ZeroDivisionError as error:\n                # Losing"),
+        ("the breaker's fall back to observing", POLICY, "return not (self.breaker.tripped and self.config.breaker_action == \"observe\")", "return True"),
+    ),
+    *_of(
+        "kvguard/guard.py",
+        ("the order of verdicts", STEPS, "if verdicts.step != first:", "if False:"),
+        ("the check of the thread", STEPS, "elif self._thread != thread:", "elif False:"),
+        ("the disarming", STEPS, "        self.armed = False\n        emit(", "        emit("),
+        ("the heartbeat", STEPS, "alive=in_flight <= books.config.steps_in_flight_max", "alive=True"),
+        ("promises of an abandoned step", IN_FLIGHT, "        for _, promise in pending.promises:\n            self._break(promise)\n", ""),
+    ),
+    *_of(
+        "kvguard/policy.py",
+        ("the quarantine's bound", POLICY, "        if self.full:\n", "        if False:\n"),
+        ("the breaker's window", POLICY, "while now - self._times[0] > self._window_s:", "while False:"),
+        ("the breaker", POLICY, "        self.tripped = True\n        return True", "        return True"),
+    ),
+    *_of(
+        "kvguard/ledger.py",
+        ("the digest of a dropped page", LEDGER, "            self.digest = (self.digest - mix(self._key, column, self._tags[column])) & MASK64\n            self._pages[column], self._tags[column] = GAP, 0\n", "            self._pages[column], self._tags[column] = GAP, 0\n"),
+        ("the extents of a dropped page", LEDGER, "            self._shrink_extents(start, stop)\n", "            pass\n"),
+    ),
+    *_of("kvguard/tags.py", ("a tag of its own for each allocation", TAGS, "self._next = tag + 1", "self._next = tag")),
+    *_of("kvguard/requests.py", ("the new incarnation after preemption", IN_FLIGHT, "self.computed[state.slot] = self.scheduled[state.slot] = 0", "self.scheduled[state.slot] = 0")),
+    *_of(
+        "kvguard/verifier.py",
+        ("the check for lost deltas", STEPS, "if delta.step != self._step + 1:", "if False:"),
+        ("the check for a missing block table", STEPS, "if missing and self._setup.check and delta.requests:", "if False:"),
+        ("the neutralising", TAG, "neutral_page=null_page if enforce else -1", "neutral_page=-1"),
+        ("observing without neutralising", TAG, "neutral_page=null_page if enforce else -1", "neutral_page=null_page"),
+        ("the evidence", TAG, "if records[:, :, layout.FLAGS].any():", "if False:"),
+    ),
+    *_of(
+        "kernels/verify_pages/reference.py",
+        ("numpy: the digest comparison", TAG, "if digest != int(expected[row]) & ((1 << 64) - 1):", "if False:"),
+        ("numpy: the null page", TAG, "elif page == null_page:", "elif False:"),
+        ("numpy: the range", TAG, "                    if not 0 <= page < len(page_tag):\n", "                    if False:\n"),
+        ("numpy: the pieces of a split page", TAG, "flag |= FLAG_SPLIT", "pass"),
+        ("numpy: the neutralising of reads", TAG, "table[table_row, start:stop] = neutral_page * split", "pass"),
+        ("numpy: the neutralising of writes", STEPS, "slot_mapping[int(query_start[row]) : int(query_start[row + 1])] = skip_slot", "pass"),
+    ),
+    *_of(
+        "kernels/verify_pages/torch_op.py",
+        ("torch: the digest comparison", TAG, "torch.where(digest != expected, FLAG_DIGEST, 0)", "0"),
+        ("torch: the null page", TAG, "null = in_range & (page == null_page)", "null = in_range & (page == -5)"),
+        ("torch: the pieces of a split page", TAG, "flag = flag | torch.where(displaced, FLAG_SPLIT, 0)", "pass"),
+        ("torch: the neutralising of reads", TAG, "_neutralise_reads(table, row_index, flagged, live, split, neutral_page * split)", "pass"),
+        ("torch: the neutralising of writes", "tests/kernels/test_verify_pages.py", "slot_mapping.copy_(torch.where(drop, skip_slot, slot_mapping))", "pass"),
+    ),
+    *_of("kernels/scatter_tags/reference.py", ("numpy: the tag mirror", STEPS, "page_tag[page] = tag", "pass")),
+    *_of("kernels/scatter_tags/torch_op.py", ("torch: the tag mirror", STEPS, "page_tag.index_add_(0, target, torch.where(inside, tags - page_tag[target], 0))", "pass")),
+    *_of("kernels/mixing.py", ("the column in the digest", TAG, "(columns * np.uint64(COLUMN_MULTIPLIER) + np.uint64(key))", "np.uint64(key)")),
+    *_of(
+        "adapters/generic.py",
+        ("the abort after a fault of the guard", STEPS, "if not self._guard.armed and self._guard.config.on_guard_error == \"abort\":", "if False:"),
+        ("the report of a fault of the guard", STEPS, "            self._guard.fault(error)\n", ""),
+        ("the halt", GENERIC, "        if judgement.halt:\n", "        if False:\n"),
+        ("the requests of an unproven step", STEPS, "requests = self._in_flight.pop(pending.step, ())", "requests = list(self._in_flight.values())[-1]"),
+    ),
+)  # fmt: skip
