@@ -61,7 +61,7 @@ PromptMaker = Callable[[random.Random, str], tuple[int, ...]]
 
 
 def trial_traffic(
-    seed: int, make_prompt: PromptMaker = recall_prompt, *, client_aborts: bool = False, requests: int = 8
+    seed: int, make_prompt: PromptMaker = recall_prompt, *, client_aborts: bool = False, requests: int = 7
 ) -> list[Arrival]:
     """A short burst: two clients with the same prompt at once, then arrivals every few steps while others generate.
 
@@ -76,8 +76,8 @@ def trial_traffic(
     texts[-2] = texts[rng.randrange(0, 3)]
     step, arrivals = 0, []
     for index, text in enumerate(texts):
-        step += 0 if index < 2 else rng.randrange(1, 4)
-        request = Request(id=f"r{index}", prompt=make_prompt(rng, text), max_new_tokens=rng.randrange(22, 34))
+        step += 0 if index < 2 else rng.randrange(1, 4) if index < 4 else rng.randrange(1, 3)
+        request = Request(id=f"r{index}", prompt=make_prompt(rng, text), max_new_tokens=rng.randrange(18, 27))
         leaves = step + rng.randrange(3, 15) if client_aborts and index > 0 and rng.random() < 0.25 else None
         arrivals.append(Arrival(step=step, request=request, abort_step=leaves))
     if client_aborts and all(arrival.abort_step is None for arrival in arrivals):

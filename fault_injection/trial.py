@@ -246,16 +246,16 @@ def _judge(
     aborted = {v.request: v for v in on.violations if v.action is Action.ABORTED and v.request is not None}
     refused = [v for v in on.violations if v.action is Action.REFUSED]
     affected = _affected(on)
-    reference = golden
-    if aborted and plan.cell.kv_dtype + plan.cell.weights != "fp32fp32":
+
+    def differing_from(reference: Run) -> list[str]:
+        bystanders = [name for name in on.outputs if name not in affected and name not in aborted]
+        return [name for name in bystanders if on.outputs[name] != reference.outputs.get(name)]
+
+    changed = differing_from(golden)
+    if changed and aborted and plan.cell.kv_dtype + plan.cell.weights != "fp32fp32":
         # A smaller batch alone can change the last bits of bf16 and quantised arithmetic: compare with such a batch.
         leave = {name: on.ended_step[name] for name in aborted}
-        reference = run_engine(model, config, arrivals, client_aborts=leave)
-    changed = [
-        name
-        for name, output in on.outputs.items()
-        if name not in affected and name not in aborted and output != reference.outputs.get(name)
-    ]
+        changed = differing_from(run_engine(model, config, arrivals, client_aborts=leave))
     late = 0
     for name in affected:
         kept = on.outputs[name][0]

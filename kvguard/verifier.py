@@ -188,7 +188,18 @@ class _TorchArrays:
         return self._torch.full(shape, value, dtype=self._torch.int64, device=self._device)
 
     def accept(self, given: PoolInputs) -> PoolInputs:
-        return given
+        """NumPy arrays are taken as tensors of the same memory, which only a CPU can share."""
+
+        def view(array: Any) -> Any:
+            if not isinstance(array, np.ndarray):
+                return array
+            if self._device.type != "cpu":
+                raise ValueError(f"a NumPy block table cannot be checked on {self._device}: give the engine's tensors")
+            return self._torch.from_numpy(array)
+
+        return PoolInputs(
+            table=view(given.table), slot_mapping=view(given.slot_mapping), query_start=view(given.query_start)
+        )
 
     def upload(self, array: Any) -> Any:
         # From pageable memory CUDA stages the copy before the call returns, so the host array may be reused at once.

@@ -79,7 +79,8 @@ def check_tree(tree: Path, tests: Sequence[str]) -> None:
     """The copy is what runs, and it is green as it is. MutationError otherwise."""
     code = "import kvguard, kvguard.kernels.mixing as k, kvguard.adapters.generic as a; print(k.__file__, a.__file__)"
     found = run_python(tree, "-c", code)
-    if found.returncode or not all(Path(path).resolve().is_relative_to(tree.resolve()) for path in found.stdout.split()):
+    inside = [Path(path).resolve().is_relative_to(tree.resolve()) for path in found.stdout.split()]
+    if found.returncode or not all(inside):
         raise MutationError(f"the tests would not run on the copy: {found.stdout}{found.stderr}")
     done = run_tests(tree, tests)
     if done.returncode != GREEN:
@@ -87,10 +88,10 @@ def check_tree(tree: Path, tests: Sequence[str]) -> None:
 
 
 def mutated_text(source: str, mutation: Mutation) -> str:
-    """The file's text with the mutation in it. MutationError unless `old` is there exactly once and changes something."""
+    """The file's text with the mutation in it. MutationError unless `old` is there once and `new` is another text."""
     count = source.count(mutation.old)
     if count != 1 or mutation.old == mutation.new:
-        raise MutationError(f"{mutation.path}: its text occurs {count} times, not once: look after this mutation")
+        raise MutationError(f"{mutation.path}: its text occurs {count} times, not once: bring it up to date")
     text = source.replace(mutation.old, mutation.new)
     compile(text, mutation.path, "exec")
     return text
