@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
-PYTEST_ARGS ?=
+PYTEST_ARGS ?= -n 2 --dist loadfile
 PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
@@ -22,13 +22,13 @@ lint: env ## ruff and mypy
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 
-test: lint ## lint, then every test but the soaks and the mutations (PYTEST_ARGS="-n 2")
-	$(PYTEST) -m "not soak and not mutation"
+test: lint ## lint, then every test but the million-operation soak (PYTEST_ARGS="-n 4 --dist loadfile")
+	$(PYTEST) -m "not soak"
 
 test-core: env ## the quick tests of the core, the kernels and the house
 	$(PYTEST) -m "not slow and not soak and not mutation" $(wildcard tests/core tests/kernels tests/house)
 
-soak: env ## the long runs
+soak: env ## a million random guard operations against the plain model
 	$(PYTEST) -m soak
 
 mutation: env ## take one check out at a time; each must turn a test red

@@ -135,6 +135,10 @@ class PagedGuard:
         """The request keeps its first `columns` pages; returns those it gave up."""
         return self._shielded([], lambda: self._guard.truncate(request, columns, pool=pool))
 
+    def skip(self, request: str, columns: int, *, pool: str | None = None) -> None:
+        """The request's next `columns` columns stay empty."""
+        self._shielded(None, lambda: self._guard.skip(request, columns, pool=pool))
+
     def drop(self, request: str, start: int, stop: int, *, pool: str | None = None) -> list[int]:
         """Columns [start, stop) left the request's window; returns their pages."""
         return self._shielded([], lambda: self._guard.drop(request, start, stop, pool=pool))
@@ -172,6 +176,13 @@ class PagedGuard:
         checked = self._shielded(None, check)
         self._require_armed(tuple(requests))
         return checked
+
+    def abandon(self, pending: PendingVerdicts | None) -> list[str]:
+        """The forward of that step failed and will not be judged: end, preempt or repeat the requests returned."""
+        if pending is None:
+            return []
+        self._in_flight.pop(pending.step, None)
+        return self._shielded([], lambda: self._guard.abandon(pending.step))
 
     def after_forward(self, pending: PendingVerdicts | None) -> Judgement:
         """The verdicts of that step, acted on. Raises GuardHalt if one is a violation and `on_violation` is `halt`."""

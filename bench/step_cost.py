@@ -16,6 +16,8 @@ import time
 from typing import Any
 
 import numpy as np
+import structlog
+import structlog.testing
 
 from kvguard.config import GuardConfig
 from kvguard.guard import Guard
@@ -62,6 +64,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    structlog.configure(logger_factory=lambda *args: structlog.testing.ReturnLogger())
     results = [
         measure(batch, context, crossing=crossing)
         for crossing in (False, True)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from kvguard.fault_injection.plan import CampaignPlan
@@ -252,24 +253,33 @@ def _show(results: CampaignResults, data: dict[str, Any], folder: Path) -> None:
     for trial in results.trials:
         if not trial.proven and trial.outcome != "unsupported":
             console.print(f"[red]not proven[/red]: {_line(trial)}", highlight=False)
-    leak = next((trial for trial in results.trials if _telling(trial)), None)
-    if leak is not None and leak.leak is not None:
-        console.print(
-            f"\nTrial {leak.index}, {leak.cell.fault}: what request {leak.leak.victim}'s client sees", highlight=False
-        )
-        for label, text in (
-            ("no fault", leak.leak.golden),
-            ("guard off", leak.leak.guard_off),
-            ("guard on", leak.leak.guard_on),
-        ):
-            console.print(f"  {label:<9} {text!r}", markup=False, highlight=False)
-        console.print(f"            {leak.leak.error}", markup=False, highlight=False)
+    _show_leak(console, results)
     console.print(f"\nseed {data['seed']}, {data['wall_s']} s. Report: {folder / 'report.html'}", highlight=False)
     console.print("[green]All proven.[/green]" if results.all_proven else "[red]Not all proven.[/red]")
 
 
-def _telling(trial: TrialResult) -> bool:
-    return trial.leak is not None and bool(trial.aborted) and trial.cell.fault == "stale-row" and bool(trial.leak.error)
+def _show_leak(console: Console, results: CampaignResults) -> None:
+    """The most telling trial that ended in an abort: what the client sees without the guard and with it."""
+    from kvguard.fault_injection.html_report import telling_leaks
+
+    shown = telling_leaks([trial for trial in results.trials if trial.aborted])
+    if not shown:
+        return
+    trial, leak = shown[0].trial, shown[0].leak
+    lines = [
+        ("its prompt", repr(leak.prompt)),
+        ("no fault", repr(leak.golden)),
+        ("guard off", repr(leak.guard_off)),
+        ("leaked from", repr(shown[0].source) if shown[0].source else ""),
+        ("guard on", repr(leak.guard_on)),
+        ("", leak.error),
+    ]
+    cell = trial.cell
+    storage = f"{cell.kv_dtype} KV, {cell.weights} weights, pages of {cell.page_size}"
+    console.print(f"\nTrial {trial.index}, {cell.fault}, {storage}: what request {leak.victim}'s client sees")
+    for label, text in lines:
+        if text:
+            console.print(f"  {label:<11} {text}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _line(trial: TrialResult) -> str:

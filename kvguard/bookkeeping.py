@@ -120,22 +120,24 @@ class BookKeeping:
         table, state = books.tables[index], books.state(request)
         ledger = state.ledgers[index]
         accepted = []
-        for page in pages:
-            if (table.spec.name, page) in books.quarantine and books.enforcing:
-                continue
-            if self._control:
-                problem = table.problem_with_allocation(page)
-                if problem is not None and self._refuse(problem, index, page, request):
+        try:
+            for page in pages:
+                if (table.spec.name, page) in books.quarantine and books.enforcing:
                     continue
-            if not 0 <= page < table.spec.num_pages:
-                # Let through for lack of a control plane: the device has no tag for it and will flag the row.
-                ledger.append(page, table.invent_tag())
+                if self._control:
+                    problem = table.problem_with_allocation(page)
+                    if problem is not None and self._refuse(problem, index, page, request):
+                        continue
+                if 0 <= page < table.spec.num_pages:
+                    self._revoke(table.record(page).promise)
+                    ledger.append(page, table.allocate(page, request))
+                else:
+                    # Let through for lack of a control plane: the device has no tag for it and will flag the row.
+                    ledger.append(page, table.invent_tag())
                 accepted.append(page)
-                continue
-            self._revoke(table.record(page).promise)
-            ledger.append(page, table.allocate(page, request))
-            accepted.append(page)
-        books.rows.sync(state, index)
+        finally:
+            # GuardHalt may end the loop early; what is in the ledger must be what the next step sends.
+            books.rows.sync(state, index)
         return accepted
 
     def skip(self, request: str, columns: int, *, pool: str | None = None) -> None:
@@ -162,6 +164,9 @@ class BookKeeping:
             if self._control:
                 problem = table.problem_with_page(page) or Kind.PUBLISH_UNOWNED
                 return not self._refuse(problem, index, page, request)
+            return True
+        if table.record(page).publication == key:
+            # Published already, by whoever wrote it: an engine that publishes a whole prefix again changes nothing.
             return True
         size = table.spec.page_size
         need = 0 if size is None else (column + 1) * size
@@ -289,6 +294,7 @@ class BookKeeping:
     def reset(self, *, pool: str | None = None, revoke_held: bool = False) -> list[int]:
         """The engine emptied its prefix cache, slept, woke up or changed its weights.
 
+        Not between a request's `finish` and the `retire` of its pages: they would count as freed already.
         Every publication is gone, pages that no request holds are vacant, quarantined pages are released. Returns the
         released pages that nobody holds, ascending: the caller zeroes them and puts those on its free list that are
         not there already.

@@ -132,7 +132,8 @@ class Guard(BookKeeping):
     def abandon(self, step: int) -> list[str]:
         """A step will never be judged (the forward failed): returns its requests, whose tokens are unproven.
 
-        Promises that it would have kept are broken.
+        Promises that it would have kept are broken. End or preempt these requests, or run the same tokens again: what
+        the step should have written to their pages is not there.
         """
         books = self._books
         pending = books.pending.pop(step, None)

@@ -154,7 +154,7 @@ def _judge_flagged(books: Books, pending: PendingStep, verdicts: Verdicts, rows:
 
 def _condemn(books: Books, state: RequestState, violation: Violation) -> None:
     """The request is over, and so are its rows in every step in flight, clean on the device or not."""
-    state.condemned = violation.id
+    state.condemned, state.observed = violation.id, violation.action is Action.OBSERVED
     for pending in books.pending.values():
         pending.condemned.update(row for row, other in enumerate(pending.states) if other is state)
 

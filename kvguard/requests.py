@@ -25,6 +25,7 @@ class RequestState:
     promises     publications of pages that no scheduled step writes yet
     depends      promises of other requests that it adopted pages on
     condemned    id of the violation that ended it; its steps in flight are withheld without another report
+    observed     that violation was only observed; it is judged afresh once violations have consequences again
     """
 
     id: str
@@ -34,6 +35,7 @@ class RequestState:
     promises: list[Promise] = field(default_factory=list)
     depends: list[Promise] = field(default_factory=list)
     condemned: str | None = None
+    observed: bool = False
     preempted: bool = False
     alive: bool = True
 

@@ -66,6 +66,8 @@ def build_step(
             _cover_promises(pending, row, state, int(ends[row]))
     if Proof.TAG in books.proofs:
         for row, state in enumerate(states):
+            if state.observed and pending.enforce:
+                state.condemned, state.observed = None, False
             if state.condemned is not None:
                 pending.condemned.add(row)
             elif state.depends:

@@ -6,6 +6,7 @@ application's business. Counters may be read from any thread: each is a plain in
 
 from __future__ import annotations
 
+import sys
 from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
@@ -19,8 +20,14 @@ def _logger() -> Any:
 
 
 def emit(event: str, *, severity: str = "info", **fields: Any) -> None:
-    """Log one structured event, for example `emit("violation", severity="error", id=...)`."""
-    getattr(_logger(), severity)(event, **fields)
+    """Log one structured event, for example `emit("violation", severity="error", id=...)`.
+
+    A log pipeline that raises is reported on standard error and costs nothing else: least of all an abort.
+    """
+    try:
+        getattr(_logger(), severity)(event, **fields)
+    except Exception as error:
+        print(f"kvguard: cannot log {event}: {type(error).__name__}: {error}", file=sys.stderr)
 
 
 @dataclass

@@ -118,6 +118,8 @@ class PlainModel:
         if entry is None or self.bad_id(entry[0]) or self.life.get(entry[0], 0) != entry[1]:
             return not self.refuse()
         page, need = entry[0], (column + 1) * PAGE_SIZE
+        if page in self.key and self.key[page] == key:
+            return True
         promise = None
         if need > request["computed"]:
             promise = {"page": page, "writer": request, "need": need, "step": None, "kept": None, "trusting": []}
