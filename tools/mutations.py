@@ -87,7 +87,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *_of(
         "kvguard/bookkeeping.py",
         ("the check of publications", CONTROL, " or table.tag(page) != tag:", ":"),
-        ("the quarantine at allocation", TAG, "in books.quarantine and books.enforcing:\n                continue", "in ():\n                continue"),
+        ("the quarantine at allocation", TAG, "in books.quarantine and books.enforcing:\n                    continue", "in ():\n                    continue"),
         ("the quarantine at free", TAG, "in books.quarantine and books.enforcing:\n                result", "in ():\n                result"),
         ("the quarantine at adoption", TAG, "in books.quarantine and books.enforcing:\n                break", "in ():\n                break"),
         ("the list of who trusts a promise", PROMISES, "promise.dependents.append((state, state.incarnation))", "pass"),

@@ -37,7 +37,7 @@ def test_test_checks_style_and_types_first(make: Make) -> None:
         "tools/make_env.py",
         "-m ruff check .",
         "-m mypy",
-        '-m pytest  -m "not soak and not mutation"',
+        '-m pytest -n 2 --dist loadfile -m "not soak"',
     ]
 
 
