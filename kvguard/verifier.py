@@ -29,12 +29,14 @@ class PoolInputs:
 
     table         int32 or int64 [table_rows, columns], any strides: kernel-page ids
     slot_mapping  int64 [tokens] or None: where this step writes
-    query_start   int64 [rows + 1] or None: tokens of each row of the step, needed with slot_mapping
+    query_start   int32 or int64 [batch rows + 1] or None: tokens of each batch row, needed with slot_mapping
+    query_row     int64 [rows] or None: place in the batch of each row of the step, where that is not its own order
     """
 
     table: Any
     slot_mapping: Any = None
     query_start: Any = None
+    query_row: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +131,7 @@ class Verifier:
             evidence_row=evidence_row,
             slot_mapping=given.slot_mapping,
             query_start=given.query_start,
+            query_row=given.query_row,
             skip_slot=pool.skip_slot,
         )
         return evidence, evidence_row
@@ -168,7 +171,10 @@ class _NumpyArrays:
             return array if array is None or isinstance(array, np.ndarray) else array.numpy()
 
         return PoolInputs(
-            table=view(given.table), slot_mapping=view(given.slot_mapping), query_start=view(given.query_start)
+            table=view(given.table),
+            slot_mapping=view(given.slot_mapping),
+            query_start=view(given.query_start),
+            query_row=view(given.query_row),
         )
 
 
@@ -198,7 +204,10 @@ class _TorchArrays:
             return self._torch.from_numpy(array)
 
         return PoolInputs(
-            table=view(given.table), slot_mapping=view(given.slot_mapping), query_start=view(given.query_start)
+            table=view(given.table),
+            slot_mapping=view(given.slot_mapping),
+            query_start=view(given.query_start),
+            query_row=view(given.query_row),
         )
 
     def upload(self, array: Any) -> Any:

@@ -141,7 +141,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("numpy: the range", TAG, "                    if not 0 <= page < len(page_tag):\n", "                    if False:\n"),
         ("numpy: the pieces of a split page", TAG, "flag |= FLAG_SPLIT", "pass"),
         ("numpy: the neutralising of reads", TAG, "table[table_row, start:stop] = neutral_page * split", "pass"),
-        ("numpy: the neutralising of writes", STEPS, "slot_mapping[int(query_start[row]) : int(query_start[row + 1])] = skip_slot", "pass"),
+        ("numpy: the neutralising of writes", STEPS, "slot_mapping[int(query_start[place]) : int(query_start[place + 1])] = skip_slot", "pass"),
     ),
     *_of(
         "kernels/verify_pages/torch_op.py",

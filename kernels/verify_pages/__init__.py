@@ -33,6 +33,7 @@ def verify_pages(
     evidence_row: Any,
     slot_mapping: Any = None,
     query_start: Any = None,
+    query_row: Any = None,
     skip_slot: int = -1,
 ) -> None:
     """Check the rows, write a verdict record for each, and neutralise the flagged ones, in place.
@@ -57,9 +58,11 @@ def verify_pages(
       evidence       int64 [places, width]: table entries of the first flagged rows in row order, as they were found
       evidence_row   int64 [places]: which checked row each place holds; places not needed are left as they are
       table          live entries of a flagged row become the first piece of `neutral_page` (-1: left alone)
-      slot_mapping   int64 [tokens] or None: tokens query_start[r] .. query_start[r + 1] - 1 of a flagged row get
+      slot_mapping   int64 [tokens] or None: tokens query_start[q] .. query_start[q + 1] - 1 of a flagged row get
                      `skip_slot`, so that its writes of this step go nowhere (only where `neutral_page` is given)
-      query_start    int64 [rows + 1], not decreasing
+    For that it reads
+      query_start    int32 or int64 [batch rows + 1], not decreasing
+      query_row      int64 [rows] or None: q, the place of each checked row in the batch; None: row r is at place r
     """
     if backend_of(table) == "numpy":
         from kvguard.kernels.verify_pages import reference
@@ -81,6 +84,7 @@ def verify_pages(
             evidence_row=evidence_row,
             slot_mapping=slot_mapping,
             query_start=query_start,
+            query_row=query_row,
             skip_slot=skip_slot,
         )
         return
@@ -104,5 +108,6 @@ def verify_pages(
         evidence_row=evidence_row,
         slot_mapping=slot_mapping,
         query_start=query_start,
+        query_row=query_row,
         skip_slot=skip_slot,
     )

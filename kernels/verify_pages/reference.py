@@ -39,6 +39,7 @@ def verify_pages(
     evidence_row: Int64,
     slot_mapping: Int64 | None,
     query_start: Int64 | None,
+    query_row: Int64 | None,
     skip_slot: int,
 ) -> None:
     """See `kvguard.kernels.verify_pages.verify_pages` for the contract."""
@@ -101,4 +102,5 @@ def verify_pages(
                 stop = max(start, int(extent_stop[extent]) * split)
                 table[table_row, start:stop] = neutral_page * split
         if slot_mapping is not None and query_start is not None:
-            slot_mapping[int(query_start[row]) : int(query_start[row + 1])] = skip_slot
+            place = row if query_row is None else int(query_row[row])
+            slot_mapping[int(query_start[place]) : int(query_start[place + 1])] = skip_slot

@@ -136,6 +136,7 @@ def verify_pages(
     evidence_row: Tensor,
     slot_mapping: Tensor | None,
     query_start: Tensor | None,
+    query_row: Tensor | None,
     skip_slot: int,
 ) -> None:
     """See `kvguard.kernels.verify_pages.verify_pages` for the contract."""
@@ -179,9 +180,14 @@ def verify_pages(
     _neutralise_reads(table, row_index, flagged, live, split, neutral_page * split)
     if slot_mapping is not None and query_start is not None:
         token = torch.arange(slot_mapping.shape[0], device=slot_mapping.device)
-        owner = torch.bucketize(token, query_start[1:], right=True)
-        owned = (owner < rows) & (token >= query_start[0])
-        drop = owned & flagged[owner.clamp(max=max(rows - 1, 0))]
+        places = query_start.shape[0] - 1
+        drop_place = flagged
+        if query_row is not None:
+            drop_place = torch.zeros(places, dtype=torch.int64, device=token.device)
+            drop_place = drop_place.index_add_(0, query_row, flagged.to(torch.int64)) > 0
+        place = torch.bucketize(token, query_start[1:].to(torch.int64), right=True)
+        owned = (place < places) & (token >= query_start[0])
+        drop = owned & drop_place[place.clamp(max=max(places - 1, 0))]
         slot_mapping.copy_(torch.where(drop, skip_slot, slot_mapping))
 
 

@@ -33,6 +33,7 @@ class Case:
     neutral_page: int
     slot_mapping: Int64
     query_start: Int64
+    query_row: Int64 | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,7 @@ def run_case(case: Case, backend: str) -> Outcome:
         evidence=wrap(evidence),
         evidence_row=wrap(evidence_row),
         slot_mapping=wrap(slots),
+        query_row=None if case.query_row is None else wrap(case.query_row.copy()),
         **arrays,
     )
     padding = np.delete(wide, np.s_[:: case.column_stride], axis=1)
@@ -118,6 +120,7 @@ def cases(draw: st.DrawFn) -> Case:
             position = stop[-1] + 1
         offset.append(len(start))
     tokens = draw(st.integers(0, 12))
+    query_row = int64(rng.permutation(rows)) if draw(st.booleans()) else None
     return Case(
         table=table,
         column_stride=draw(st.sampled_from([1, 1, 3])),
@@ -133,6 +136,7 @@ def cases(draw: st.DrawFn) -> Case:
         neutral_page=draw(st.sampled_from([-1, 0])),
         slot_mapping=int64(rng.integers(0, 99, tokens)),
         query_start=int64(np.sort(rng.integers(0, tokens + 1, rows + 1))),
+        query_row=query_row,
     )
 
 

@@ -105,6 +105,17 @@ def test_a_flagged_row_reads_the_null_page_and_writes_nowhere(backend: str) -> N
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_writes_are_dropped_at_the_rows_place_in_the_batch(backend: str) -> None:
+    """Where checked rows stand in another order than the batch, `query_row` says whose tokens a flagged row has."""
+    case = clean_case(rows=3, columns=2)
+    table = case.table.copy()
+    table[0, 0] = case.table[1, 0]
+    case = changed(case, table=table, query_start=int64([0, 1, 3, 4]), slot_mapping=int64([5, 6, 7, 8]))
+    outcome = run_case(changed(case, query_row=int64([1, 2, 0])), backend)
+    assert outcome.slot_mapping.tolist() == [5, -1, -1, 8]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_entries_outside_the_live_extents_do_not_matter(backend: str) -> None:
     """Whatever stands in dropped window columns, gaps and past the end is never looked at."""
     case = clean_case(rows=1, columns=8)
