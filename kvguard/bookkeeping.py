@@ -140,6 +140,43 @@ class BookKeeping:
             books.rows.sync(state, index)
         return accepted
 
+    def vet(self, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
+        """Which of these pages may not be handed out: still held, in quarantine, the null page, outside the pool.
+
+        For engines whose allocator does not say for whom it allocates: vet when the pages leave the free list, call
+        `allocate` when their request is known. Without the control plane only quarantined pages are answered.
+        """
+        books = self._books
+        index = books.index(pool)
+        table = books.tables[index]
+        refused = []
+        for page in pages:
+            if (table.spec.name, page) in books.quarantine and books.enforcing:
+                refused.append(page)
+            elif self._control:
+                problem = table.problem_with_allocation(page)
+                if problem is not None and self._refuse(problem, index, page, None):
+                    refused.append(page)
+        return refused
+
+    def vet_hits(self, request: str, hits: Sequence[tuple[Hashable, int]], *, pool: str | None = None) -> int:
+        """How many leading hits of a cache lookup may be taken; nothing is recorded in any ledger yet."""
+        books = self._books
+        index = books.index(pool)
+        table = books.tables[index]
+        for accepted, (key, page) in enumerate(hits):
+            if (table.spec.name, page) in books.quarantine and books.enforcing:
+                return accepted
+            problem = table.problem_with_adoption(page, key)
+            if problem is not None and self._control and self._refuse(problem, index, page, request):
+                return accepted
+        return len(hits)
+
+    def quarantined(self, page: int, *, pool: str | None = None) -> bool:
+        """Whether the page is kept out of circulation."""
+        name = self._books.tables[self._books.index(pool)].spec.name
+        return (name, page) in self._books.quarantine
+
     def skip(self, request: str, columns: int, *, pool: str | None = None) -> None:
         """The request's next `columns` columns stay empty: pages that a sliding window does not need."""
         index = self._books.index(pool)
@@ -205,12 +242,19 @@ class BookKeeping:
             self._books.tables[self._books.pool_index[promise.pool]].settle(promise)
 
     def adopt(
-        self, request: str, hits: Sequence[tuple[Hashable, int]], *, pool: str | None = None
+        self,
+        request: str,
+        hits: Sequence[tuple[Hashable, int]],
+        *,
+        pool: str | None = None,
+        refusable: bool = True,
     ) -> int:
         """The request takes cached pages for its next columns; returns how many leading hits are accepted.
 
         `hits`: (the engine's cache key, page) in column order. A hit counts only if that page's current publication
         carries that very key. After a refused hit the engine treats the rest as not cached and computes it.
+        `refusable`: False where the engine has acted on the hits already (they were vetted before, see `vet_hits`): a
+        wrong one then gets an expectation that no page meets, and the device flags the row.
         """
         books = self._books
         index = books.index(pool)
@@ -222,7 +266,7 @@ class BookKeeping:
             if problem is None and (table.spec.name, page) in books.quarantine and books.enforcing:
                 break
             if problem is not None:
-                if self._control and self._refuse(problem, index, page, request):
+                if refusable and self._control and self._refuse(problem, index, page, request):
                     break
                 # What it was promised is a publication that is gone: an expectation that no page meets.
                 ledger.append(page, table.invent_tag())

@@ -6,7 +6,7 @@ Both are immutable once handed over and picklable, so they can ride on an engine
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,16 @@ class StepDelta:
     enforce: bool
     packed: Int64
     sections: tuple[PoolSection, ...]
+
+    def placed(self, table_rows: Int64) -> StepDelta:
+        """The same message with the block-table row of each request filled in by whoever knows it: the model runner.
+
+        `table_rows`: int64 [rows].
+        """
+        packed = self.packed.copy()
+        for section in self.sections:
+            packed[section.table_row[0] : section.table_row[1]] = table_rows
+        return replace(self, packed=packed)
 
     def array(self, span: tuple[int, int]) -> Int64:
         """The host view of one range of `packed`."""

@@ -1,0 +1,106 @@
+"""vLLM's entry point (`vllm.general_plugins`): decides whether to guard, and attaches when vLLM builds its parts.
+
+Without any kvguard configuration, or at level `off`, it returns at once: nothing is imported, nothing is patched. vLLM
+calls it in the front end, the engine core and every worker, sometimes twice.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
+RUNNER_V1_MODULE = "vllm.v1.worker.gpu_model_runner"
+ATTACHED = "_kvguard_attached"
+
+
+def register() -> None:
+    """Guard every scheduler and model runner that this process builds from now on."""
+    if not os.environ.get("KVGUARD_LEVEL") and not os.environ.get("KVGUARD_CONFIG"):
+        return
+    from kvguard.config import GuardConfig
+
+    config = GuardConfig.load()
+    if config.is_off:
+        return
+    when_imported(SCHEDULER_MODULE, lambda module: _patch_init(module.Scheduler, _attach_scheduler))
+    when_imported(RUNNER_V1_MODULE, lambda module: _patch_init(module.GPUModelRunner, _attach_runner_v1))
+
+
+def _patch_init(owner: Any, attach: Callable[[Any], None]) -> None:
+    """Call `attach(object)` once each object of the class is built."""
+    original = owner.__init__
+    if getattr(original, ATTACHED, False):
+        return
+
+    def guarded(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        attach(self)
+
+    guarded.__wrapped__ = original  # type: ignore[attr-defined]
+    setattr(guarded, ATTACHED, True)
+    owner.__init__ = guarded
+
+
+def _attach_scheduler(scheduler: Any) -> None:
+    from kvguard.adapters.vllm.layout import Unsupported, describe_scheduler
+    from kvguard.adapters.vllm.scheduler_side import SchedulerSide
+    from kvguard.config import GuardConfig
+    from kvguard.telemetry import emit
+
+    if getattr(scheduler, ATTACHED, None) is not None:
+        return
+    config = GuardConfig.load()
+    try:
+        scheduler._kvguard_attached = SchedulerSide(scheduler, describe_scheduler(scheduler), config)
+    except Unsupported as error:
+        emit("not_attached", severity="critical", reason=str(error), on_guard_error=config.on_guard_error)
+        if config.on_guard_error == "abort":
+            raise
+
+
+def _attach_runner_v1(runner: Any) -> None:
+    from kvguard.adapters.vllm.worker_side import WorkerSideV1
+
+    if getattr(runner, ATTACHED, None) is None:
+        runner._kvguard_attached = WorkerSideV1(runner)
+
+
+def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:
+    """Run `action(module)` now if the module is imported already, else right after its import."""
+    module = sys.modules.get(name)
+    if module is not None:
+        action(module)
+    else:
+        sys.meta_path.insert(0, _AfterImport(name, action))
+
+
+class _AfterImport(importlib.abc.MetaPathFinder):
+    """Finds one module the usual way, once, and runs an action after it was executed."""
+
+    def __init__(self, name: str, action: Callable[[ModuleType], None]) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != self._name:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(fullname)
+        if spec is None or spec.loader is None:
+            return spec
+        execute = spec.loader.exec_module
+
+        def execute_and_act(module: ModuleType) -> None:
+            execute(module)
+            self._action(module)
+
+        spec.loader.exec_module = execute_and_act  # type: ignore[method-assign]
+        return spec

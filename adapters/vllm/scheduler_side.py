@@ -1,0 +1,369 @@
+"""The books, next to vLLM's scheduler, in the engine-core process.
+
+Blocks are learnt in one pass over the requests of a step, after vLLM has scheduled it; wrappers stand only where blocks
+change hands, never on a call that every request makes in every step. Wrappers are set on the scheduler's own objects, so
+that vLLM's classes keep their functions.
+
+vLLM shares one block pool among all KV cache groups, block ids being unique across them. Each group is a pool of the
+guard; a block belongs to the group of the request that took it, from then until it is freed or handed out again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from kvguard.config import GuardConfig
+from kvguard.guard import Guard, GuardHalt
+from kvguard.judge import Judgement
+from kvguard.messages import StepDelta, Verdicts
+from kvguard.pools import GuardSetup, PoolSpec
+from kvguard.telemetry import emit
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepPayload:
+    """What rides on a SchedulerOutput: the delta, and what a worker needs to make its Verifier of it."""
+
+    setup: GuardSetup
+    delta: StepDelta
+
+
+class SchedulerSide:
+    """One vLLM Scheduler's guard."""
+
+    def __init__(self, scheduler: Any, pools: tuple[PoolSpec, ...], config: GuardConfig) -> None:
+        self.guard = Guard(pools, config)
+        self._scheduler = scheduler
+        manager = scheduler.kv_cache_manager
+        self._block_pool = manager.block_pool
+        self._groups = [spec.name for spec in pools]
+        self._managers = list(manager.coordinator.single_type_managers)
+        self._columns: dict[str, list[int]] = {}
+        self._group_of: dict[int, int] = {}
+        self._fresh: set[int] = set()
+        self._published: list[tuple[str, int, int, Any]] = []
+        self._key_in_pass: dict[int, Any] = {}
+        self._wrap_pool()
+        self._wrap_managers(manager)
+        self._wrap_scheduler(scheduler)
+
+    # -- wrappers -------------------------------------------------------------------------------------------------
+
+    def _shielded(self, call: Callable[[], Any]) -> Any:
+        """A fault of the guard must not surface in vLLM; what follows it is `on_guard_error`."""
+        if not self.guard.armed:
+            return None
+        try:
+            return call()
+        except GuardHalt:
+            raise
+        except Exception as error:
+            self.guard.fault(error)
+            return None
+
+    def _wrap_pool(self) -> None:
+        pool = self._block_pool
+        get_new_blocks, free_blocks = pool.get_new_blocks, pool.free_blocks
+        cache_full_blocks, evict = pool.cache_full_blocks, pool._maybe_evict_cached_block
+
+        def guarded_get_new_blocks(num_blocks: int, *args: Any, **kwargs: Any) -> Any:
+            blocks = get_new_blocks(num_blocks, *args, **kwargs)
+            return self._shielded(lambda: self._taken(blocks, get_new_blocks)) or blocks
+
+        def guarded_free_blocks(ordered_blocks: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
+            blocks = list(ordered_blocks)
+            result = free_blocks(blocks, *args, **kwargs)
+            self._shielded(lambda: self._freed(blocks))
+            return result
+
+        def guarded_cache_full_blocks(
+            request: Any,
+            blocks: Any,
+            num_cached_blocks: int,
+            num_full_blocks: int,
+            block_size: int,
+            kv_cache_group_id: int,
+            *args: Any,
+            **kwargs: Any,
+        ) -> Any:
+            given = (request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id)
+            result = cache_full_blocks(*given, *args, **kwargs)
+            for column in range(num_cached_blocks, num_full_blocks):
+                key = blocks[column].block_hash
+                if key is not None:
+                    self._published.append((request.request_id, kv_cache_group_id, column, key))
+                    self._key_in_pass[blocks[column].block_id] = key
+            return result
+
+        def guarded_evict(block: Any, *args: Any, **kwargs: Any) -> Any:
+            evicted = evict(block, *args, **kwargs)
+            if evicted:
+                self._shielded(lambda: self._unpublished(block.block_id))
+            return evicted
+
+        pool.get_new_blocks, pool.free_blocks = guarded_get_new_blocks, guarded_free_blocks
+        pool.cache_full_blocks, pool._maybe_evict_cached_block = guarded_cache_full_blocks, guarded_evict
+
+    def _wrap_managers(self, manager: Any) -> None:
+        for name in ("free", "pop_blocks_for_free"):
+            setattr(manager, name, self._finishing(getattr(manager, name)))
+        manager.get_computed_blocks = self._vetting_hits(manager.get_computed_blocks)
+        manager.reset_prefix_cache = self._resetting(manager.reset_prefix_cache)
+        for group, single in enumerate(self._managers):
+            if hasattr(single, "_remove_blocks_in_range"):
+                single._remove_blocks_in_range = self._dropping(single._remove_blocks_in_range, group)
+
+    def _finishing(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(request: Any, *args: Any, **kwargs: Any) -> Any:
+            # Before the blocks are freed: a block that a live ledger holds may not be.
+            self._shielded(lambda: self._forget(request.request_id))
+            return original(request, *args, **kwargs)
+
+        return guarded
+
+    def _forget(self, request: str) -> None:
+        if self._columns.pop(request, None) is not None:
+            self.guard.finish(request)
+
+    def _dropping(self, original: Callable[..., Any], group: int) -> Callable[..., Any]:
+        def guarded(request_id: str, start: int, stop: int, *args: Any, **kwargs: Any) -> Any:
+            if request_id in self._columns:
+                self._shielded(lambda: self.guard.drop(request_id, start, stop, pool=self._groups[group]))
+            return original(request_id, start, stop, *args, **kwargs)
+
+        return guarded
+
+    def _vetting_hits(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(request: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(request, *args, **kwargs)
+            if result[1] and self._shielded(lambda: self._hits_refused(request, result[0].blocks)):
+                # Nothing is adopted rather than a part: groups of a hybrid model must agree on a length.
+                return (self._scheduler.kv_cache_manager.empty_kv_cache_blocks, 0, *((0,) * (len(result) - 2)))
+            return result
+
+        return guarded
+
+    def _hits_refused(self, request: Any, groups: Any) -> bool:
+        """Whether any cached block of a lookup is not what its key says; such entries are forgotten."""
+        for group, blocks in enumerate(groups):
+            hits = [
+                (self._key(request, group, column), block.block_id)
+                for column, block in enumerate(blocks)
+                if not block.is_null
+            ]
+            # What was published earlier in this very pass reaches the books at its end.
+            hits = [(key, page) for key, page in hits if self._key_in_pass.get(page) != key]
+            accepted = self.guard.vet_hits(request.request_id, hits, pool=self._groups[group])
+            if accepted < len(hits):
+                self._drop_cache_entry(*hits[accepted])
+                return True
+        return False
+
+    def _drop_cache_entry(self, key: Any, page: int) -> None:
+        """Remove one stale mapping, and only it: the page may hold other content, rightly cached under another key."""
+        self._block_pool.cached_block_hash_to_block.pop(key, page)
+
+    def _resetting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            self._shielded(self._release_quarantine)
+            done = original(*args, **kwargs)
+            if done:
+                self._shielded(self._reset)
+            return done
+
+        return guarded
+
+    def _wrap_scheduler(self, scheduler: Any) -> None:
+        schedule, update = scheduler.schedule, scheduler.update_from_output
+
+        def guarded_schedule(*args: Any, **kwargs: Any) -> Any:
+            output = schedule(*args, **kwargs)
+            if output.num_scheduled_tokens:
+                output._kvguard = self._shielded(lambda: self._payload(output))
+            return output
+
+        def guarded_update(output: Any, model_output: Any, *args: Any, **kwargs: Any) -> Any:
+            payload = getattr(output, "_kvguard", None)
+            ended: dict[str, str] = {}
+            if payload is not None:
+                judgement = self._shielded(lambda: self._judge(payload, model_output))
+                if judgement is not None:
+                    if judgement.halt:
+                        raise GuardHalt(judgement.violations[0])
+                    ended = self._abort(judgement)
+            result = update(output, model_output, *args, **kwargs)
+            self._tell_clients(result, ended)
+            return result
+
+        scheduler.schedule, scheduler.update_from_output = guarded_schedule, guarded_update
+
+    # -- blocks change hands --------------------------------------------------------------------------------------
+
+    def _taken(self, blocks: list[Any], get_new_blocks: Callable[..., Any]) -> list[Any]:
+        """Blocks left the free queue. One that a request still holds is left to it, and another is drawn."""
+        kept = []
+        for block in blocks:
+            page = block.block_id
+            group = self._group_of.pop(page, None)
+            name = self._groups[group or 0]
+            if self.guard.vet([page], pool=name):
+                if group is not None:
+                    self._group_of[page] = group
+                if self._block_pool.get_num_free_blocks() > 0:
+                    # Its reference stands for the holder now; it leaves the free queue for good.
+                    kept += self._taken(get_new_blocks(1), get_new_blocks)
+                    continue
+            elif group is not None:
+                self.guard.retire([page], pool=name)
+            self._fresh.add(page)
+            kept.append(block)
+        return kept
+
+    def _freed(self, blocks: list[Any]) -> None:
+        """After the reference counts went down: an uncached block without references is vacant."""
+        for block in blocks:
+            if block.ref_cnt != 0 or block.is_null or block.block_hash is not None:
+                continue
+            group = self._group_of.get(block.block_id)
+            if group is None:
+                continue
+            retired = self.guard.retire([block.block_id], pool=self._groups[group])
+            if retired.reusable:
+                del self._group_of[block.block_id]
+            else:
+                # Held by a running request, or suspect: out of the free queue, with the reference it should have kept.
+                self._block_pool.free_block_queue.remove(block)
+                block.ref_cnt = 1
+
+    def _unpublished(self, page: int) -> None:
+        group = self._group_of.get(page)
+        if group is not None:
+            self.guard.unpublish([page], pool=self._groups[group])
+
+    def _release_quarantine(self) -> None:
+        """Give suspect blocks back before vLLM counts the blocks in use: a reset would fail on them."""
+        for block in self._block_pool.blocks:
+            group = self._group_of.get(block.block_id)
+            name = self._groups[group or 0]
+            if block.ref_cnt == 1 and self.guard.quarantined(block.block_id, pool=name):
+                block.ref_cnt = 0
+                self._block_pool.free_block_queue.append(block)
+
+    def _reset(self) -> None:
+        for name in self._groups:
+            self.guard.reset(pool=name)
+        self._group_of.clear()
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def _payload(self, output: Any) -> StepPayload:
+        """One pass over the step's requests: new blocks into their ledgers, then the message for the workers."""
+        requests = self._scheduler.requests
+        columns_of, managers = self._columns, self._managers
+        names = list(output.num_scheduled_tokens)
+        ends = []
+        for name in names:
+            columns = columns_of.get(name)
+            if columns is None:
+                self.guard.start(name)
+                columns = columns_of[name] = [0] * len(managers)
+            for group, manager in enumerate(managers):
+                blocks = manager.req_to_blocks.get(name, ())
+                if len(blocks) != columns[group]:
+                    self._learn(requests[name], group, blocks, columns)
+            ends.append(requests[name].num_computed_tokens)
+            if self._published:
+                self._publish(name)
+        self._fresh.clear()
+        self._published.clear()
+        self._key_in_pass.clear()
+        delta = self.guard.step(names, [0] * len(names), ends)
+        return StepPayload(setup=self.guard.setup, delta=delta)
+
+    def _learn(self, request: Any, group: int, blocks: Any, columns: list[int]) -> None:
+        name, pool = request.request_id, self._groups[group]
+        known = columns[group]
+        if len(blocks) < known:
+            self.guard.truncate(name, len(blocks), pool=pool)
+        for column in range(known, len(blocks)):
+            block = blocks[column]
+            page = block.block_id
+            if block.is_null:
+                self.guard.skip(name, 1, pool=pool)
+            elif page in self._fresh:
+                self._fresh.discard(page)
+                self._group_of[page] = group
+                if not self.guard.allocate(name, [page], pool=pool):
+                    raise RuntimeError(f"block {page} of request {name} was refused after it was vetted")
+            else:
+                self._adopt(request, group, column, block)
+        columns[group] = len(blocks)
+
+    def _adopt(self, request: Any, group: int, column: int, block: Any) -> None:
+        """A prefix hit; it is too late to refuse it here, so a wrong one is left to the device to flag."""
+        self.guard.adopt(
+            request.request_id,
+            [(self._key(request, group, column), block.block_id)],
+            pool=self._groups[group],
+            refusable=False,
+        )
+
+    def _key(self, request: Any, group: int, column: int) -> Any:
+        from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
+
+        size = self._managers[group].block_size
+        hashes = resolve_block_hashes(request.block_hashes, self._block_pool.hash_block_size, size)
+        return make_block_hash_with_group_id(hashes[column], group) if column < len(hashes) else None
+
+    def _publish(self, name: str) -> None:
+        for request, group, column, key in self._published:
+            if request == name:
+                self.guard.publish(name, column, key, pool=self._groups[group])
+
+    def _judge(self, payload: StepPayload, model_output: Any) -> Judgement:
+        verdicts = getattr(model_output, "_kvguard", None)
+        if verdicts is None:
+            verdicts = Verdicts(step=payload.delta.step, records=None)
+        return self.guard.judge(verdicts)
+
+    def _abort(self, judgement: Judgement) -> dict[str, str]:
+        """End the requests, keep foreign blocks out of their frees; returns request -> message."""
+        from vllm.v1.request import RequestStatus
+
+        messages: dict[str, str] = {}
+        null_block = self._block_pool.null_block
+        for abort in judgement.aborts:
+            messages[abort.request] = abort.violation.message
+            for pool, pages in abort.foreign_pages.items():
+                blocks = self._managers[self._groups.index(pool)].req_to_blocks.get(abort.request, [])
+                for column, block in enumerate(blocks):
+                    if block.block_id in pages:
+                        blocks[column] = null_block
+        if judgement.evict:
+            self._block_pool.evict_blocks({page for _, page in judgement.evict})
+        if messages:
+            self._ended = self._scheduler.finish_requests(set(messages), RequestStatus.FINISHED_ERROR)
+        return messages
+
+    def _tell_clients(self, result: Any, ended: dict[str, str]) -> None:
+        if not ended:
+            return
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+
+        for request in self._ended:
+            outputs = result.get(request.client_index)
+            if outputs is None:
+                outputs = result[request.client_index] = EngineCoreOutputs()
+            outputs.outputs.append(
+                EngineCoreOutput(
+                    request_id=request.request_id,
+                    new_token_ids=[],
+                    finish_reason=request.get_finished_reason(),
+                    stop_reason=ended[request.request_id],
+                    events=request.take_events(),
+                    trace_headers=request.trace_headers,
+                )
+            )
+        emit("vllm_requests_aborted", severity="error", requests=sorted(ended))
