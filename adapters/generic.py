@@ -17,8 +17,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from kvguard.config import GuardConfig
-from kvguard.guard import Guard, GuardHalt, Retired
-from kvguard.judge import Judgement
+from kvguard.guard import Guard, GuardHalt, Retired, UsageError
+from kvguard.judge import Abort, Judgement
 from kvguard.pools import PoolSpec
 from kvguard.telemetry import Health
 from kvguard.verifier import PendingVerdicts, PoolInputs, Verifier
@@ -57,100 +57,128 @@ class PagedGuard:
         device: Any = "cpu",
         proofs: frozenset[Proof] | None = None,
     ) -> None:
-        self._guard = Guard(pools, config, proofs=proofs)
+        settings = GuardConfig.load() if config is None else config
+        self._guard: Guard | None = None
+        self._in_flight: dict[int, tuple[tuple[str, ...], bool]] = {}
+        if settings.is_off:
+            # Nothing is kept and nothing is checked: every call answers as if there were no guard.
+            return
+        self._guard = Guard(pools, settings, proofs=proofs)
         self._verifier = Verifier(self._guard.setup, backend=backend, device=device)
-        self._in_flight: dict[int, tuple[str, ...]] = {}
 
     @property
     def violations(self) -> tuple[Violation, ...]:
         """The most recent violations, oldest first."""
-        return self._guard.violations
+        return () if self._guard is None else self._guard.violations
 
     def health(self) -> Health:
-        """Whether the guard is armed, fit and alive, and its counters."""
+        """Whether the guard is armed, fit and alive, and its counters; at level `off` it is not armed."""
+        if self._guard is None:
+            return Health(armed=False, fit=True, alive=True, in_flight=0, quarantined_pages=0, counters={})
         return self._guard.health()
 
     def show_content(self, content_of: Callable[[str], str]) -> None:
         """What a report may show of a request; only used if `report_content` is set."""
-        self._guard.show_content(content_of)
+        if self._guard is not None:
+            self._guard.show_content(content_of)
 
-    def _shielded(self, unguarded: T, call: Callable[[], T]) -> T:
-        """`call()`, or `unguarded` once the guard is disarmed; a fault of the guard follows `on_guard_error`."""
-        if not self._guard.armed:
+    def _kept(self, unguarded: T, call: Callable[[Guard], T]) -> T:
+        """A book-keeping call; `unguarded` is the answer of an engine without a guard.
+
+        A call that makes no sense (a request that has ended, an id used twice) is an error of the adapter: it is logged
+        and counted, changes nothing, and does not cost the guard. Anything else that goes wrong is the guard's fault.
+        """
+        guard = self._guard
+        if guard is None or not guard.armed:
             return unguarded
         try:
-            return call()
+            return call(guard)
         except GuardHalt:
             raise
+        except UsageError as error:
+            guard.adapter_error(error)
+            return unguarded
         except Exception as error:
-            self._guard.fault(error)
+            guard.fault(error)
+            return unguarded
+
+    def _checked(self, unguarded: T, call: Callable[[Guard], T]) -> T:
+        """A call of a step: whatever goes wrong, the step was not verified, and that is a fault of the guard."""
+        guard = self._guard
+        if guard is None or not guard.armed:
+            return unguarded
+        try:
+            return call(guard)
+        except Exception as error:
+            guard.fault(error)
             return unguarded
 
     def _require_armed(self, requests: tuple[str, ...]) -> None:
         """Raise GuardFault if the guard failed and the engine may not go on without it."""
-        if not self._guard.armed and self._guard.config.on_guard_error == "abort":
+        guard = self._guard
+        if guard is not None and not guard.armed and guard.config.on_guard_error == "abort":
             raise GuardFault("kvguard has failed: this step is unproven", requests)
 
     # -- requests and pages ---------------------------------------------------------------------------------------
 
     def start(self, request: str) -> None:
         """A request enters."""
-        self._shielded(None, lambda: self._guard.start(request))
+        self._kept(None, lambda guard: guard.start(request))
 
     def finish(self, request: str) -> None:
         """A request ends; call this before `retire` of its pages."""
-        self._shielded(None, lambda: self._guard.finish(request))
+        self._kept(None, lambda guard: guard.finish(request))
 
     def preempt(self, request: str) -> None:
         """A request loses its pages and waits."""
-        self._shielded(None, lambda: self._guard.preempt(request))
+        self._kept(None, lambda guard: guard.preempt(request))
 
     def resume(self, request: str) -> None:
         """A preempted request gets pages again."""
-        self._shielded(None, lambda: self._guard.resume(request))
+        self._kept(None, lambda guard: guard.resume(request))
 
     def rewind(self, request: str, tokens: int) -> None:
         """Only the first `tokens` tokens of the request are confirmed."""
-        self._shielded(None, lambda: self._guard.rewind(request, tokens))
+        self._kept(None, lambda guard: guard.rewind(request, tokens))
 
     def allocate(self, request: str, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
         """The allocator gave these pages to the request; returns those that may be used."""
-        return self._shielded(list(pages), lambda: self._guard.allocate(request, pages, pool=pool))
+        return self._kept(list(pages), lambda guard: guard.allocate(request, pages, pool=pool))
 
-    def adopt(
-        self, request: str, hits: Sequence[tuple[Hashable, int]], *, pool: str | None = None
-    ) -> int:
+    def adopt(self, request: str, hits: Sequence[tuple[Hashable, int]], *, pool: str | None = None) -> int:
         """The request takes cached pages, as (cache key, page); returns how many leading ones it may use."""
-        return self._shielded(len(hits), lambda: self._guard.adopt(request, hits, pool=pool))
+        return self._kept(len(hits), lambda guard: guard.adopt(request, hits, pool=pool))
 
-    def publish(self, request: str, column: int, key: Hashable, *, pool: str | None = None) -> bool:
+    def publish(
+        self, request: str, column: int, key: Hashable, *, pool: str | None = None, tokens: int | None = None
+    ) -> bool:
         """The request's page in `column` enters the cache under `key`; False: drop the entry."""
-        return self._shielded(True, lambda: self._guard.publish(request, column, key, pool=pool))
+        return self._kept(True, lambda guard: guard.publish(request, column, key, pool=pool, tokens=tokens))
 
     def unpublish(self, pages: Sequence[int], *, pool: str | None = None) -> None:
         """The pages left the cache; who holds them keeps them."""
-        self._shielded(None, lambda: self._guard.unpublish(pages, pool=pool))
+        self._kept(None, lambda guard: guard.unpublish(pages, pool=pool))
 
     def truncate(self, request: str, columns: int, *, pool: str | None = None) -> list[int]:
         """The request keeps its first `columns` pages; returns those it gave up."""
-        return self._shielded([], lambda: self._guard.truncate(request, columns, pool=pool))
+        return self._kept([], lambda guard: guard.truncate(request, columns, pool=pool))
 
     def skip(self, request: str, columns: int, *, pool: str | None = None) -> None:
         """The request's next `columns` columns stay empty."""
-        self._shielded(None, lambda: self._guard.skip(request, columns, pool=pool))
+        self._kept(None, lambda guard: guard.skip(request, columns, pool=pool))
 
     def drop(self, request: str, start: int, stop: int, *, pool: str | None = None) -> list[int]:
         """Columns [start, stop) left the request's window; returns their pages."""
-        return self._shielded([], lambda: self._guard.drop(request, start, stop, pool=pool))
+        return self._kept([], lambda guard: guard.drop(request, start, stop, pool=pool))
 
     def retire(self, pages: Sequence[int], *, by: str | None = None, pool: str | None = None) -> Retired:
         """The allocator takes pages back; only `reusable` ones may be handed out again."""
         unguarded = Retired(reusable=list(pages), refused=[], quarantined=[])
-        return self._shielded(unguarded, lambda: self._guard.retire(pages, by=by, pool=pool))
+        return self._kept(unguarded, lambda guard: guard.retire(pages, by=by, pool=pool))
 
     def reset(self, *, pool: str | None = None, revoke_held: bool = False) -> list[int]:
         """The engine emptied its cache, slept or changed weights; returns released quarantined pages, to be zeroed."""
-        return self._shielded([], lambda: self._guard.reset(pool=pool, revoke_held=revoke_held))
+        return self._kept([], lambda guard: guard.reset(pool=pool, revoke_held=revoke_held))
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -167,13 +195,13 @@ class PagedGuard:
         block-table entries become the null page, its slots become the skip slot.
         """
 
-        def check() -> PendingVerdicts | None:
-            delta = self._guard.step(requests, table_rows, tokens_end)
-            given = {self._guard.setup.pools[0].name: inputs} if isinstance(inputs, PoolInputs) else inputs
-            self._in_flight[delta.step] = tuple(requests)
+        def check(guard: Guard) -> PendingVerdicts | None:
+            delta = guard.step(requests, table_rows, tokens_end)
+            given = {guard.setup.pools[0].name: inputs} if isinstance(inputs, PoolInputs) else inputs
+            self._in_flight[delta.step] = (tuple(requests), delta.enforce)
             return self._verifier.check(delta, given)
 
-        checked = self._shielded(None, check)
+        checked = self._checked(None, check)
         self._require_armed(tuple(requests))
         return checked
 
@@ -182,16 +210,34 @@ class PagedGuard:
         if pending is None:
             return []
         self._in_flight.pop(pending.step, None)
-        return self._shielded([], lambda: self._guard.abandon(pending.step))
+        return self._checked([], lambda guard: guard.abandon(pending.step))
 
     def after_forward(self, pending: PendingVerdicts | None) -> Judgement:
         """The verdicts of that step, acted on. Raises GuardHalt if one is a violation and `on_violation` is `halt`."""
         nothing = Judgement(step=0)
-        if pending is None:
+        if pending is None or self._guard is None:
             return nothing
-        requests = self._in_flight.pop(pending.step, ())
-        judgement = self._shielded(nothing, lambda: self._guard.judge(pending.resolve()))
+        requests, enforced = self._in_flight.pop(pending.step, ((), False))
+        judgement = self._checked(None, lambda guard: guard.judge(pending.resolve()))
         self._require_armed(requests)
+        if judgement is None:
+            return self._salvage(pending, requests) if enforced else nothing
         if judgement.halt:
             raise GuardHalt(judgement.violations[0])
         return judgement
+
+    def _salvage(self, pending: PendingVerdicts, requests: tuple[str, ...]) -> Judgement:
+        """The guard failed with this step in flight: what the device flagged is neutralised and may not leave."""
+        assert self._guard is not None
+        try:
+            flagged = [requests[row] for row in pending.flagged_rows()]
+        except Exception as error:
+            self._guard.fault(error)
+            return Judgement(step=pending.step, withheld=frozenset(requests))
+        violations = [self._guard.found_too_late(name, pending.step, requests.index(name)) for name in flagged]
+        return Judgement(
+            step=pending.step,
+            violations=tuple(violations),
+            withheld=frozenset(flagged),
+            aborts=tuple(Abort(request=v.request or "", violation=v) for v in violations),
+        )

@@ -44,6 +44,8 @@ def shortcomings(trial: TrialResult) -> list[str]:
 def clean_shortcomings(run: CleanResult) -> list[str]:
     """Why the run is not clean, a phrase each; empty exactly if it is."""
     found = []
+    if run.guard_trouble:
+        found.append(run.guard_trouble)
     if run.violations:
         found.append(f"flagged where nothing was wrong: {len(run.violations)}")
     if run.requests_changed:

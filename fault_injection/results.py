@@ -84,6 +84,7 @@ class CleanResult:
     traffic_seed: int
     violations: tuple[str, ...]
     requests_changed: tuple[str, ...]
+    guard_trouble: str = ""
     preemptions: int
     evictions: int
     prefix_hits: int
@@ -93,7 +94,7 @@ class CleanResult:
 
     @property
     def clean(self) -> bool:
-        return not (self.violations or self.requests_changed)
+        return not (self.violations or self.requests_changed or self.guard_trouble)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data, one line of history.jsonl."""

@@ -60,6 +60,7 @@ class Run:
 
     outputs      request -> (token ids, error)
     emitted      request -> step of each token
+    guard_trouble  why the guard of this run proves nothing: it failed, or steps went unverified; "" if it is sound
     crash        what stopped the engine, "" if it came to its end
     """
 
@@ -74,6 +75,7 @@ class Run:
     detected_step: int = -1
     affected: frozenset[str] = frozenset()
     counts: Counts = field(default_factory=Counts)
+    guard_trouble: str = ""
     crash: str = ""
 
 
@@ -188,8 +190,21 @@ def run_engine(
         run.ended_step[name] = output.ended_step
     run.promised_adoptions = engine.scheduler.promised_adoptions
     run.counts = engine.scheduler.counts
-    run.violations = guard.violations if guard is not None else ()
+    if guard is not None:
+        run.violations = guard.violations
+        run.guard_trouble = _guard_trouble(guard)
     return run
+
+
+def _guard_trouble(guard: PagedGuard) -> str:
+    """A guard that fell over, or was called wrongly, would pass every clean run."""
+    health = guard.health()
+    counters = health.counters
+    if not health.armed or counters["guard_faults"] or counters["adapter_errors"]:
+        return f"the guard failed ({counters['guard_faults']} faults, {counters['adapter_errors']} adapter errors)"
+    if not 0 < counters["steps_seen"] == counters["steps_verified"]:
+        return f"{counters['steps_seen']} steps seen, {counters['steps_verified']} verified"
+    return ""
 
 
 @lru_cache(maxsize=512)
@@ -244,8 +259,11 @@ def _judge(
     if injection is None:
         return _result(plan, outcome=NOT_INJECTED, reason="the engine offered no suitable victim")
     aborted = {v.request: v for v in on.violations if v.action is Action.ABORTED and v.request is not None}
-    refused = [v for v in on.violations if v.action is Action.REFUSED]
     affected = _affected(on)
+    # A refusal proves something only about the page that was broken, or the request that it was broken for.
+    concerned = {injection.page}
+    refused = [v for v in on.violations if v.action is Action.REFUSED and v.page in concerned]
+    strays = [v for v in on.violations if v.action is Action.REFUSED and v.page not in concerned]
 
     def differing_from(reference: Run) -> list[str]:
         bystanders = [name for name in on.outputs if name not in affected and name not in aborted]
@@ -262,7 +280,9 @@ def _judge(
         late += sum(step >= on.live_step for step in on.emitted[name])
         # What the client got before must be what it would have got anyway.
         late += kept != golden.outputs[name][0][: len(kept)]
-    if on.live_step < 0 and not refused:
+    if on.guard_trouble:
+        outcome, reason = MISSED, on.guard_trouble
+    elif on.live_step < 0 and not refused:
         outcome, reason = NOT_INJECTED, "the bad page was never about to be read"
     elif affected <= set(aborted) and (affected or refused):
         outcome, reason = DETECTED, ""
@@ -285,7 +305,7 @@ def _judge(
         aborted=tuple(sorted(aborted)),
         tokens_after_fault=late,
         bystanders_changed=tuple(sorted(changed)),
-        false_positives=tuple(sorted(set(aborted) - affected)),
+        false_positives=(*sorted(set(aborted) - affected), *(f"{v.kind} of page {v.page}" for v in strays)),
         leak=_leak(injection, golden, off, on, arrivals) if readable else None,
         report=report_text(on.violations[0]) if on.violations else "",
     )
@@ -343,6 +363,7 @@ def run_clean(plan: CleanPlan, *, model: str, backend: str) -> CleanResult:
         page_size=plan.page_size,
         traffic_seed=plan.traffic_seed,
         violations=tuple(violation.message for violation in run.violations),
+        guard_trouble=run.guard_trouble,
         requests_changed=tuple(name for name, output in run.outputs.items() if output != golden.outputs.get(name)),
         preemptions=run.counts.preemptions,
         evictions=run.counts.evictions,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
-from kvguard.books import Books
+from kvguard.books import Books, UsageError, page_ids
 from kvguard.page_table import PageState, Promise
 from kvguard.requests import RequestState
 from kvguard.telemetry import emit
@@ -36,9 +36,11 @@ class BookKeeping:
     # -- requests -------------------------------------------------------------------------------------------------
 
     def start(self, request: str) -> None:
-        """A request enters. ValueError if its id is live already."""
+        """A request enters. UsageError if its id is no string, or is live already."""
+        if not isinstance(request, str):
+            raise UsageError(f"request ids are strings; {request!r} is a {type(request).__name__}")
         if request in self._books.requests:
-            raise ValueError(f"request {request!r} is live already: finish it first, or give the new one another id")
+            raise UsageError(f"request {request!r} is live already: finish it first, or give the new one another id")
         self._books.new_state(request)
 
     def finish(self, request: str) -> None:
@@ -62,10 +64,10 @@ class BookKeeping:
         state.preempted = True
 
     def resume(self, request: str) -> None:
-        """A preempted request is about to get pages again. ValueError if it was not preempted."""
+        """A preempted request is about to get pages again. UsageError if it was not preempted."""
         state = self._books.state(request)
         if not state.preempted:
-            raise ValueError(f"request {request!r} was not preempted")
+            raise UsageError(f"request {request!r} was not preempted")
         state.preempted = False
         self._restart(state)
 
@@ -73,27 +75,20 @@ class BookKeeping:
         books = self._books
         books.incarnations += 1
         state.incarnation = books.incarnations
+        state.stalled = False
         books.rows.begin(state)
 
     def rewind(self, request: str, tokens: int) -> None:
         """Only the first `tokens` tokens are confirmed: speculation was rejected. Pages stay in the ledger.
 
-        Promises and publications of this request past that length are revoked.
+        Call it after the step whose tokens were rejected was judged. Steps of this request that are in flight were
+        scheduled behind the rejected tokens: they write that much earlier. Promises and publications of this request
+        past `tokens` are revoked.
         """
         books = self._books
         state = books.state(request)
-        rows = books.rows
-        rows.computed[state.slot] = min(int(rows.computed[state.slot]), tokens)
-        rows.scheduled[state.slot] = min(int(rows.scheduled[state.slot]), tokens)
-        for pending in books.pending.values():
-            for row, other in enumerate(pending.states):
-                if other is state:
-                    pending.ends[row] = min(int(pending.ends[row]), tokens)
-            for _, promise in pending.promises:
-                if promise.writer is state and promise.kept is None and promise.need_tokens > tokens:
-                    promise.kept = False
-                    books.tables[books.pool_index[promise.pool]].settle(promise)
-        for promise in state.promises:
+        self._move_back(state, tokens)
+        for promise in self._open_promises(state):
             if promise.need_tokens > tokens:
                 self._break(promise)
         state.promises = [promise for promise in state.promises if promise.kept is None]
@@ -106,6 +101,32 @@ class BookKeeping:
                 if table.tag(page) == ledger.tag(column) and table.record(page).holders == {request}:
                     table.unpublish(page)
 
+    def _move_back(self, state: RequestState, tokens: int) -> None:
+        """The verified length becomes `tokens` at most; steps in flight move by what that takes away."""
+        rows, slot = self._books.rows, state.slot
+        rejected = max(0, int(rows.computed[slot]) - tokens)
+        rows.computed[slot] = min(int(rows.computed[slot]), tokens)
+        rows.scheduled[slot] = rows.computed[slot]
+        for pending in self._books.pending.values():
+            for row in pending.rows_of(state):
+                if int(pending.incarnations[row]) != state.incarnation:
+                    continue
+                if rejected:
+                    pending.ends[row] = max(0, int(pending.ends[row]) - rejected)
+                else:
+                    pending.ends[row] = min(int(pending.ends[row]), tokens)
+                rows.scheduled[slot] = max(int(rows.scheduled[slot]), int(pending.ends[row]))
+
+    def _open_promises(self, state: RequestState) -> list[Promise]:
+        """Promises of this writer that are neither kept nor broken, scheduled or not."""
+        scheduled = [
+            promise
+            for pending in self._books.pending.values()
+            for _, promise in pending.promises
+            if promise.writer is state and promise.kept is None
+        ]
+        return scheduled + state.promises
+
     # -- pages ----------------------------------------------------------------------------------------------------
 
     def allocate(self, request: str, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
@@ -115,6 +136,7 @@ class BookKeeping:
         page, or outside the pool. The caller draws others and calls again; a refused page leaves the free list for good
         and comes back when its holder frees it. Only pages accepted are in the ledger.
         """
+        pages = page_ids(pages)
         books = self._books
         index = books.index(pool)
         table, state = books.tables[index], books.state(request)
@@ -185,12 +207,14 @@ class BookKeeping:
         self._books.rows.sync(state, index)
 
     def publish(
-        self, request: str, column: int, key: Hashable, *, pool: str | None = None
+        self, request: str, column: int, key: Hashable, *, pool: str | None = None, tokens: int | None = None
     ) -> bool:
         """The page in the request's `column` can now be found in the cache under the engine's own key.
 
         Fine before its KV is computed: it is then a promise, kept by the step that writes its last token. False if the
-        publication is refused: the page is no longer the request's own; the engine must drop the entry.
+        publication is refused: the page is no longer the request's own, or the request is being ended; the engine must
+        drop the entry. `tokens`: the request's length at which the page holds what the key says, needed in a pool
+        without a page size; by default the page's end.
         """
         books = self._books
         index = books.index(pool)
@@ -202,13 +226,17 @@ class BookKeeping:
                 problem = table.problem_with_page(page) or Kind.PUBLISH_UNOWNED
                 return not self._refuse(problem, index, page, request)
             return True
+        if state.condemned is not None and not state.observed:
+            return False
         if table.record(page).publication == key:
             # Published already, by whoever wrote it: an engine that publishes a whole prefix again changes nothing.
             return True
         size = table.spec.page_size
-        need = 0 if size is None else (column + 1) * size
+        if tokens is None and size is None:
+            raise UsageError(f"pool {table.spec.name} has no page size: say at how many tokens the page is complete")
+        need = tokens if tokens is not None else (column + 1) * int(size or 0)
         promise = None
-        if need > int(books.rows.computed[state.slot]):
+        if state.stalled or need > int(books.rows.computed[state.slot]):
             promise = Promise(pool=table.spec.name, page=page, tag=tag, writer=state, need_tokens=need)
             self._attach(promise, state)
         self._revoke(table.record(page).promise)
@@ -218,8 +246,8 @@ class BookKeeping:
     def _attach(self, promise: Promise, state: RequestState) -> None:
         """An open promise waits with the step in flight that writes it, or with the writer until one is scheduled."""
         for pending in self._books.pending.values():
-            for row, other in enumerate(pending.states):
-                same = other is state and int(pending.incarnations[row]) == state.incarnation
+            for row in pending.rows_of(state):
+                same = int(pending.incarnations[row]) == state.incarnation
                 if same and int(pending.ends[row]) >= promise.need_tokens:
                     promise.step = pending.step
                     pending.promises.append((row, promise))
@@ -261,6 +289,7 @@ class BookKeeping:
         table, state = books.tables[index], books.state(request)
         ledger = state.ledgers[index]
         accepted = 0
+        page_ids([page for _, page in hits])
         for key, page in hits:
             problem = table.problem_with_adoption(page, key)
             if problem is None and (table.spec.name, page) in books.quarantine and books.enforcing:
@@ -268,8 +297,9 @@ class BookKeeping:
             if problem is not None:
                 if refusable and self._control and self._refuse(problem, index, page, request):
                     break
-                # What it was promised is a publication that is gone: an expectation that no page meets.
-                ledger.append(page, table.invent_tag())
+                # The publication it goes by is gone; the ledger holds what was promised then, which the page no longer
+                # carries.
+                ledger.append(page, table.promised_tag(page, key))
                 accepted += 1
                 continue
             promise = table.record(page).promise
@@ -284,21 +314,54 @@ class BookKeeping:
 
     def drop(self, request: str, start: int, stop: int, *, pool: str | None = None) -> list[int]:
         """Columns [start, stop) of the request are no longer live (a sliding window moved on); returns their pages."""
-        return self._cut(request, pool, lambda ledger: ledger.drop(start, stop))
+        books = self._books
+        index, state = books.index(pool), books.state(request)
+        return self._give_up(state, index, state.ledgers[index].drop(start, stop))
 
     def truncate(self, request: str, columns: int, *, pool: str | None = None) -> list[int]:
-        """The request keeps only its first `columns` columns; returns the pages it gave up, for the caller to free."""
-        return self._cut(request, pool, lambda ledger: ledger.truncate(columns))
+        """The request keeps only its first `columns` columns; returns the pages it gave up, for the caller to free.
 
-    def _cut(self, request: str, pool: str | None, cut: Callable[..., list[int]]) -> list[int]:
+        What it had computed past them is gone: pages that it gets for those columns again are not computed.
+        """
         books = self._books
-        index = books.index(pool)
-        state = books.state(request)
-        pages = cut(state.ledgers[index])
-        for page in pages:
-            books.tables[index].release(page, request)
+        index, state = books.index(pool), books.state(request)
+        cut = state.ledgers[index].truncate(columns)
+        size = books.tables[index].spec.page_size
+        if size is not None and int(books.rows.scheduled[state.slot]) > columns * size:
+            self._move_back(state, columns * size)
+        return self._give_up(state, index, cut)
+
+    def _give_up(self, state: RequestState, index: int, cut: list[tuple[int, int]]) -> list[int]:
+        """Pages left a ledger: the writer of a promise will not write them, an adopter no longer depends on them."""
+        books = self._books
+        table = books.tables[index]
+        gone = set(cut)
+        for page, _ in cut:
+            table.release(page, state.id)
+        if gone:
+            for promise in state.promises:
+                if promise.pool == table.spec.name and (promise.page, promise.tag) in gone:
+                    self._break(promise)
+            state.promises = [promise for promise in state.promises if promise.kept is None]
+            self._stop_depending(state, table.spec.name, gone)
         books.rows.sync(state, index)
-        return pages
+        return [page for page, _ in cut]
+
+    def _stop_depending(self, state: RequestState, pool: str, gone: set[tuple[int, int]]) -> None:
+        """Drop dependencies on pages that were given up, unless a step in flight reads them."""
+        read = {
+            promise
+            for pending in self._books.pending.values()
+            for row, promise in pending.waiting
+            if pending.states[row] is state
+        }
+        kept = []
+        for promise in state.depends:
+            if promise.pool == pool and (promise.page, promise.tag) in gone and promise not in read:
+                promise.dependents = [entry for entry in promise.dependents if entry[0] is not state]
+            else:
+                kept.append(promise)
+        state.depends = kept
 
     def retire(self, pages: Sequence[int], *, by: str | None = None, pool: str | None = None) -> Retired:
         """The allocator wants `pages` back, free to be handed out again. Only `reusable` ones may go to its free list.
@@ -306,6 +369,7 @@ class BookKeeping:
         `by`: the request that gives them back, if it is known and has not finished; its ledger keeps expecting the tag
         the page had, so that a read after its own free is flagged.
         """
+        pages = page_ids(pages)
         books = self._books
         index = books.index(pool)
         table = books.tables[index]
@@ -338,19 +402,22 @@ class BookKeeping:
     def reset(self, *, pool: str | None = None, revoke_held: bool = False) -> list[int]:
         """The engine emptied its prefix cache, slept, woke up or changed its weights.
 
-        Not between a request's `finish` and the `retire` of its pages: they would count as freed already.
         Every publication is gone, pages that no request holds are vacant, quarantined pages are released. Returns the
         released pages that nobody holds, ascending: the caller zeroes them and puts those on its free list that are
         not there already.
         `revoke_held`: KV of running requests is invalid too (new weights); a request that reads it again is flagged.
+        Preempt them: they hold their pages until then, and give them back as ever.
         """
         books = self._books
         index = books.index(pool)
         table = books.tables[index]
         released = books.quarantine.release(table.spec.name)
         for page in table.live_pages():
-            if revoke_held or not table.record(page).holders:
+            if not table.record(page).holders:
                 self._revoke(table.retire(page, None))
+                table.record(page).reset_free = True
+            elif revoke_held:
+                self._revoke(table.revoke(page))
             else:
                 # Its writer still computes it; only the cache forgets it.
                 table.unpublish(page)

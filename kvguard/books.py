@@ -8,6 +8,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvguard.config import GuardConfig
 from kvguard.ledger import Ledger
 from kvguard.page_table import PageTable
@@ -34,6 +36,25 @@ class GuardHalt(RuntimeError):
         self.violation = violation
 
 
+class UsageError(ValueError):
+    """A call that makes no sense: a bug of the adapter, which leaves the books as they were."""
+
+
+def page_ids(pages: Sequence[int]) -> Sequence[int]:
+    """`pages` as Python integers. UsageError for anything that is not a list of integers.
+
+    Tensors are refused rather than converted: reading one from a device would wait for the device.
+    """
+    if len(pages) == 0 or type(pages[0]) is int:
+        return pages
+    if isinstance(pages, np.ndarray) and np.issubdtype(pages.dtype, np.integer):
+        listed: list[int] = pages.tolist()
+        return listed
+    if all(isinstance(page, (int, np.integer)) for page in pages):
+        return [int(page) for page in pages]
+    raise UsageError(f"page ids must be integers, not {type(pages[0]).__name__}; convert them where that is free")
+
+
 class Books:
     """The host's state. One thread owns it; see `kvguard.guard.Guard`."""
 
@@ -58,6 +79,8 @@ class Books:
         self.counters = Counters()
         self.recent: deque[Violation] = deque(maxlen=RECENT_VIOLATIONS)
         self.incarnations = 0
+        self.stalled = False
+        """Whether any request was ever stalled (see RequestState); steps need not look while none was."""
         self.step = 0
         self.content_of: Callable[[str], str] | None = None
         """Given only with `report_content`: what an adapter lets a report show of a request."""
@@ -86,14 +109,14 @@ class Books:
         try:
             return self.pool_index[pool]
         except KeyError:
-            raise ValueError(f"no pool {pool!r}: this guard has {', '.join(self.pool_index)}") from None
+            raise UsageError(f"no pool {pool!r}: this guard has {', '.join(self.pool_index)}") from None
 
     def state(self, request: str) -> RequestState:
-        """The live request; ValueError if it was never started or has finished."""
+        """The live request; UsageError if it was never started or has finished."""
         try:
             return self.requests[request]
         except KeyError:
-            raise ValueError(f"request {request!r} was not started, or has finished") from None
+            raise UsageError(f"request {request!r} was not started, or has finished") from None
 
     def new_state(self, request: str) -> RequestState:
         """A fresh request with empty ledgers."""

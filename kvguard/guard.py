@@ -4,7 +4,8 @@ Threads. One thread owns a Guard: the engine's scheduling thread, which makes ev
 `violations` and `armed`, which any thread may make. `step` and `judge` check the thread and raise if it is another one.
 The Verifier is owned by the thread that launches the forward; the two halves share nothing but the messages.
 
-Errors. ValueError: a call that makes no sense (an unknown request, a pool that does not exist); a bug of the adapter.
+Errors. UsageError, a ValueError: a call that makes no sense (an unknown request, a pool that does not exist), a bug of
+the adapter.
 GuardHalt: a violation while `on_violation` is `halt`. Violations are otherwise never exceptions: operations answer
 which pages they accepted, and `judge` answers what to abort.
 """
@@ -15,16 +16,16 @@ import threading
 from collections.abc import Callable, Sequence
 
 from kvguard.bookkeeping import BookKeeping, Retired
-from kvguard.books import Books, GuardHalt
+from kvguard.books import Books, GuardHalt, UsageError
 from kvguard.config import GuardConfig
 from kvguard.judge import Judgement, UncheckedStep, judge_step
 from kvguard.messages import StepDelta, Verdicts
 from kvguard.pools import GuardSetup, PoolSpec
 from kvguard.steps import build_step
 from kvguard.telemetry import Health, counter_values, emit
-from kvguard.violation import Proof, Violation
+from kvguard.violation import Action, Kind, Proof, Violation
 
-__all__ = ["Guard", "GuardHalt", "Judgement", "Retired", "UncheckedStep"]
+__all__ = ["Guard", "GuardHalt", "Judgement", "Retired", "UncheckedStep", "UsageError"]
 
 
 class Guard(BookKeeping):
@@ -132,8 +133,8 @@ class Guard(BookKeeping):
     def abandon(self, step: int) -> list[str]:
         """A step will never be judged (the forward failed): returns its requests, whose tokens are unproven.
 
-        Promises that it would have kept are broken. End or preempt these requests, or run the same tokens again: what
-        the step should have written to their pages is not there.
+        Promises that it would have kept are broken, and later steps of these requests that are in flight are flagged:
+        they read what was not written. End or preempt these requests, or run the same tokens again.
         """
         books = self._books
         pending = books.pending.pop(step, None)
@@ -141,6 +142,17 @@ class Guard(BookKeeping):
             return []
         for _, promise in pending.promises:
             self._break(promise)
+        rows = books.rows
+        detail = f"step {step} of this request was abandoned before it had written its part"
+        for row, state in enumerate(pending.states):
+            if state.incarnation != int(pending.incarnations[row]) or not state.alive:
+                continue
+            later = [(other, place) for other in books.pending.values() for place in other.rows_of(state)]
+            for other, place in later:
+                if other.step > step:
+                    other.suspects.setdefault(place, (Kind.WRITER_NEVER_RAN, detail))
+            if not later:
+                rows.scheduled[state.slot] = rows.computed[state.slot]
         return [state.id for state in pending.states]
 
     def _check_thread(self) -> None:
@@ -160,6 +172,27 @@ class Guard(BookKeeping):
             error=f"{type(error).__name__}: {error}",
             armed=self.armed,
             on_guard_error=self.config.on_guard_error,
+        )
+
+    def adapter_error(self, error: Exception) -> None:
+        """A call of the adapter made no sense; the books are as they were. Count it and say so."""
+        self._books.counters.adapter_errors += 1
+        emit("adapter_error", severity="error", error=str(error))
+
+    def found_too_late(self, request: str, step: int, row: int) -> Violation:
+        """A row that the device flagged in a step that was in flight when the guard failed."""
+        return self._books.violate(
+            Violation(
+                id="",
+                proof=Proof.TAG,
+                kind=Kind.FOREIGN_ROW,
+                action=Action.ABORTED,
+                pool=self._books.tables[0].spec.name,
+                request=request,
+                step=step,
+                row=row,
+                detail="flagged on the device in a step that was in flight when kvguard failed",
+            )
         )
 
     def health(self) -> Health:

@@ -96,7 +96,7 @@ def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgem
     if not (flagged or pending.suspects or pending.condemned):
         _confirm(books, pending, None)
         for _, promise in pending.promises:
-            _settle(books, promise, kept=True)
+            _settle(books, promise, kept=not promise.writer.stalled)
         return Judgement(step=pending.step)
     return _judge_flagged(books, pending, verdicts, sorted({*flagged, *pending.suspects}))
 
@@ -107,6 +107,8 @@ def _confirm(books: Books, pending: PendingStep, unproven: set[int] | None) -> N
     good = rows.incarnation[slots] == pending.incarnations
     if unproven:
         good[list(unproven)] = False
+    if books.stalled:
+        good &= np.fromiter((not state.stalled for state in pending.states), bool, len(slots))
     slots, ends = slots[good], pending.ends[good]
     rows.computed[slots] = np.maximum(rows.computed[slots], ends)
 
@@ -135,9 +137,13 @@ def _judge_flagged(books: Books, pending: PendingStep, verdicts: Verdicts, rows:
         _condemn_dependents(books, state, violation, violations, aborts, evict)
     # Dependents of a flagged writer are unproven too, also those whose own row in this step was clean.
     unproven |= {row for row, state in enumerate(pending.states) if state.condemned is not None}
+    if not pending.enforce:
+        for row in unproven:
+            # Its later steps build on what this one may have written wrongly, and will be let through.
+            pending.states[row].stalled = books.stalled = True
     _confirm(books, pending, unproven)
     for row, promise in pending.promises:
-        _settle(books, promise, kept=row not in unproven)
+        _settle(books, promise, kept=row not in unproven and not promise.writer.stalled)
         if promise.kept is False:
             evict.add((promise.pool, promise.page))
     if not pending.enforce:
@@ -156,7 +162,7 @@ def _condemn(books: Books, state: RequestState, violation: Violation) -> None:
     """The request is over, and so are its rows in every step in flight, clean on the device or not."""
     state.condemned, state.observed = violation.id, violation.action is Action.OBSERVED
     for pending in books.pending.values():
-        pending.condemned.update(row for row, other in enumerate(pending.states) if other is state)
+        pending.condemned.update(pending.rows_of(state))
 
 
 def _action(books: Books, pending: PendingStep) -> Action:
@@ -270,6 +276,10 @@ def _describe(
 def _abort(books: Books, state: RequestState, violation: Violation) -> Abort:
     foreign: dict[str, list[int]] = {}
     for mismatch in _mismatches(books, state):
+        holders = books.tables[mismatch.pool].record(mismatch.page).holders if mismatch.page >= 0 else set()
+        if mismatch.found != VACANT and not holders - {state.id}:
+            # Revoked or republished, but nobody else's: this request gives it back like any other.
+            continue
         foreign.setdefault(books.tables[mismatch.pool].spec.name, []).append(mismatch.page)
     return Abort(
         request=state.id,

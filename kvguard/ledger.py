@@ -97,22 +97,29 @@ class Ledger:
         if was_gap:
             self._rebuild()
 
-    def drop(self, start: int, stop: int) -> list[int]:
-        """Columns [start, stop) are no longer live (a sliding window moved on); returns the pages they held."""
-        stop = min(stop, len(self._pages))
-        dropped: list[int] = []
-        for column in range(start, stop):
-            if self._tags[column] == VACANT:
+    def drop(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Columns [start, stop) are no longer live (a window moved on); returns (page, tag) of each that was.
+
+        Only live columns are walked, so that a window that always drops from column 0 costs what it drops.
+        """
+        dropped: list[tuple[int, int]] = []
+        extents: list[list[int]] = []
+        for first, last in self._extents:
+            left, right = max(first, start), min(last, stop)
+            if left >= right:
+                extents.append([first, last])
                 continue
-            dropped.append(self._pages[column])
-            self.digest = (self.digest - mix(self._key, column, self._tags[column])) & MASK64
-            self._pages[column], self._tags[column] = GAP, 0
+            for column in range(left, right):
+                dropped.append((self._pages[column], self._tags[column]))
+                self.digest = (self.digest - mix(self._key, column, self._tags[column])) & MASK64
+                self._pages[column], self._tags[column] = GAP, VACANT
+            extents += [[a, b] for a, b in ((first, left), (right, last)) if a < b]
         if dropped:
-            self._shrink_extents(start, stop)
+            self._extents = extents
         return dropped
 
-    def truncate(self, columns: int) -> list[int]:
-        """Keep only the first `columns` columns (speculation rejected, tail given back); returns the pages cut off."""
+    def truncate(self, columns: int) -> list[tuple[int, int]]:
+        """Keep only the first `columns` columns (tail given back); returns (page, tag) of each live one cut off."""
         cut = self.drop(columns, len(self._pages))
         del self._pages[columns:], self._tags[columns:]
         return cut
@@ -123,16 +130,6 @@ class Ledger:
         self._tags.clear()
         self._extents.clear()
         self.digest = 0
-
-    def _shrink_extents(self, start: int, stop: int) -> None:
-        """Take [start, stop) out of the extents; a window that moves on and a cut tail touch one extent only."""
-        first, last = self._extents[0], self._extents[-1]
-        if start <= first[0] and stop < first[1]:
-            first[0] = stop
-        elif stop >= last[1] and start > last[0]:
-            last[1] = start
-        else:
-            self._rebuild()
 
     def _rebuild(self) -> None:
         extents: list[list[int]] = []

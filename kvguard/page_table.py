@@ -57,6 +57,8 @@ class PageRecord:
     owner        the request it was last allocated to
     publication  the engine's cache key of the current publication, None if not published
     promise      the open promise of the current publication
+    former       key and tag of the last publication before the page was retired or handed on
+    reset_free   a reset made it vacant; the engine may still give it back, once, for it has its own list of such pages
     was_used     whether it was ever allocated: tells a double free from a free of a page that was never owned
     """
 
@@ -65,6 +67,8 @@ class PageRecord:
     owner: str | None = None
     publication: Hashable | None = None
     promise: Promise | None = None
+    former: tuple[Hashable, int] | None = None
+    reset_free: bool = False
     was_used: bool = False
 
     @property
@@ -130,6 +134,8 @@ class PageTable:
         if problem is not None:
             return problem
         record = self.record(page)
+        if record.tag == VACANT and record.reset_free:
+            return None
         if record.tag == VACANT:
             return Kind.DOUBLE_FREE if record.was_used else Kind.FREE_UNOWNED
         if by is not None and record.holders and by not in record.holders:
@@ -153,7 +159,8 @@ class PageTable:
         record = self.record(page)
         record.tag = self.changes[page] = self._tags.take()
         record.owner, record.holders, record.was_used = request, {request}, True
-        record.publication = record.promise = None
+        self._end_publication(record)
+        record.reset_free = False
         self._note(page, "allocated", record.tag, request)
         return record.tag
 
@@ -162,10 +169,41 @@ class PageTable:
         record = self.record(page)
         promise = record.promise
         self._note(page, "retired", record.tag, by)
+        self._end_publication(record)
         record.tag = self.changes[page] = VACANT
-        record.owner = record.publication = record.promise = None
+        record.owner = None
         record.holders = set()
+        record.reset_free = False
         return promise
+
+    def revoke(self, page: int) -> Promise | None:
+        """The page's content is invalid, its holders still hold it: a fresh tag that no ledger expects."""
+        record = self.record(page)
+        promise = record.promise
+        self._end_publication(record)
+        record.tag = self.changes[page] = self._tags.take()
+        self._note(page, "revoked", record.tag, None)
+        return promise
+
+    @staticmethod
+    def _end_publication(record: PageRecord) -> None:
+        if record.publication is not None:
+            record.former = (record.publication, record.tag)
+        record.publication = record.promise = None
+
+    def promised_tag(self, page: int, key: Hashable) -> int:
+        """What an adopter of this cache entry is promised: the page's tag at the time it was published under the key.
+
+        A page published for other content since then carries another tag. Where the books know no such publication,
+        nothing was promised, and the answer is a tag that no page carries or ever will.
+        """
+        record = self._records.get(page)
+        if record is not None and key is not None:
+            if record.publication == key:
+                return record.tag
+            if record.former is not None and record.former[0] == key:
+                return record.former[1]
+        return self.invent_tag()
 
     def publish(self, page: int, key: Hashable, promise: Promise | None, request: str) -> None:
         """The page can be found in the cache under `key`; `promise` says that it is not computed yet."""

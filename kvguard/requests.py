@@ -25,6 +25,7 @@ class RequestState:
     promises     publications of pages that no scheduled step writes yet
     depends      promises of other requests that it adopted pages on
     condemned    id of the violation that ended it; its steps in flight are withheld without another report
+    stalled      a step of it was not proven and was only observed: what it has written since is not known to be whole
     observed     that violation was only observed; it is judged afresh once violations have consequences again
     """
 
@@ -36,6 +37,7 @@ class RequestState:
     depends: list[Promise] = field(default_factory=list)
     condemned: str | None = None
     observed: bool = False
+    stalled: bool = False
     preempted: bool = False
     alive: bool = True
 

@@ -41,6 +41,15 @@ class PendingStep:
     condemned: set[int] = field(default_factory=set)
     promises: list[tuple[int, Promise]] = field(default_factory=list)
     waiting: list[tuple[int, Promise]] = field(default_factory=list)
+    _rows_of: dict[RequestState, list[int]] | None = None
+
+    def rows_of(self, state: RequestState) -> list[int]:
+        """The rows of a request in this step: none, one, or, if the engine lists it twice, several."""
+        if self._rows_of is None:
+            self._rows_of = {}
+            for row, other in enumerate(self.states):
+                self._rows_of.setdefault(other, []).append(row)
+        return self._rows_of.get(state, [])
 
 
 def build_step(

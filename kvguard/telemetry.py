@@ -48,6 +48,7 @@ class Counters:
     quarantined: int = 0
     quarantine_refused: int = 0
     guard_faults: int = 0
+    adapter_errors: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,7 +1,8 @@
 """The device half: a mirror of every pool's tags, and the check of a step. It lives next to the model runner.
 
 Threads. One thread owns a Verifier: the one that launches the forward, on whose stream everything here is enqueued.
-No call but `PendingVerdicts.resolve` waits for the device.
+No call but those of PendingVerdicts reads anything back. (A CUDA upload from pageable memory is staged by the driver up
+to 64 KiB, which is about 4,000 tag changes in one step; beyond that it may wait for the stream.)
 """
 
 from __future__ import annotations
@@ -47,6 +48,13 @@ class PendingVerdicts:
     record: Any
     evidence: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
 
+    def flagged_rows(self) -> list[int]:
+        """Rows of the step that any pool flagged, ascending. Waits for the device, as `resolve` does."""
+        if self.record is None:
+            return []
+        rows: list[int] = np.flatnonzero((_to_numpy(self.record)[:, :, layout.FLAGS] > 0).any(axis=0)).tolist()
+        return rows
+
     def resolve(self) -> Verdicts:
         """Bring them to the host. On a GPU this waits for the step: call it where the sampled tokens are read."""
         if self.record is None:
@@ -90,6 +98,8 @@ class Verifier:
         missing = [section.pool for section in delta.sections if section.pool not in inputs]
         if missing and self._setup.check and delta.requests:
             raise ValueError(f"no block table for pool {', '.join(missing)}: attention would read it unchecked")
+        for name, given in inputs.items():
+            _require_consistent(name, given, len(delta.requests))
         self._step = delta.step
         inputs = {pool: self._arrays.accept(given) for pool, given in inputs.items()}
         packed = self._arrays.upload(delta.packed)
@@ -143,6 +153,19 @@ class Verifier:
     def tags(self, pool: str) -> Any:
         """The device mirror int64 [num_pages] of a pool's tags; for tests."""
         return self._tags[pool]
+
+
+def _require_consistent(pool: str, given: PoolInputs, rows: int) -> None:
+    """Shapes alone, which are host knowledge. ValueError: a flagged row could not be neutralised as promised."""
+    if given.slot_mapping is None:
+        return
+    if given.query_start is None:
+        raise ValueError(f"pool {pool}: slot_mapping needs query_start, to know whose tokens are whose")
+    places = int(given.query_start.shape[0]) - 1
+    if given.query_row is None and places < rows:
+        raise ValueError(f"pool {pool}: query_start covers {places} batch rows, the step has {rows}")
+    if given.query_row is not None and int(given.query_row.shape[0]) != rows:
+        raise ValueError(f"pool {pool}: query_row has {int(given.query_row.shape[0])} entries, the step {rows} rows")
 
 
 def _slice(packed: Any, span: tuple[int, int]) -> Any:

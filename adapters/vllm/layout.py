@@ -60,11 +60,10 @@ def describe_scheduler(scheduler: Any) -> tuple[PoolSpec, ...]:
         "kv_cache_group_id",
     )
     parallel = getattr(getattr(scheduler, "vllm_config", None), "parallel_config", None)
-    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+    kinds = ("pipeline", "data", "decode_context", "prefill_context")
+    for name in (f"{kind}_parallel_size" for kind in kinds):
         if getattr(parallel, name, 1) > 1:
             raise _refuse(f"{name} = {getattr(parallel, name)} is not covered")
-    if getattr(parallel, "data_parallel_size", 1) > 1:
-        raise _refuse(f"data_parallel_size = {parallel.data_parallel_size} is not covered")
     groups = manager.kv_cache_config.kv_cache_groups
     specs = []
     for index, group in enumerate(groups):

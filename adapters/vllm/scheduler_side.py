@@ -1,8 +1,8 @@
 """The books, next to vLLM's scheduler, in the engine-core process.
 
 Blocks are learnt in one pass over the requests of a step, after vLLM has scheduled it; wrappers stand only where blocks
-change hands, never on a call that every request makes in every step. Wrappers are set on the scheduler's own objects, so
-that vLLM's classes keep their functions.
+change hands, never on a call that every request makes in every step. Wrappers are set on the scheduler's own objects:
+vLLM's classes keep their functions.
 
 vLLM shares one block pool among all KV cache groups, block ids being unique across them. Each group is a pool of the
 guard; a block belongs to the group of the request that took it, from then until it is freed or handed out again.

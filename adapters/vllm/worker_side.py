@@ -1,7 +1,7 @@
 """The check, next to vLLM's model runner, in the worker process.
 
-The runner hands over the very tensors that attention is about to read, after they were brought up to date and before the
-forward is launched. Nothing here waits for the device; verdicts are read where vLLM reads the sampled tokens.
+The runner hands over the very tensors that attention is about to read, after they were brought up to date and before
+the forward is launched. Nothing here waits for the device; verdicts are read where vLLM reads the sampled tokens.
 """
 
 from __future__ import annotations

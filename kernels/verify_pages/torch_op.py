@@ -1,6 +1,7 @@
-"""`verify_pages` in PyTorch operations: any device torch runs on, no synchronisation, a fixed number of launches.
+"""`verify_pages` in PyTorch operations: any device torch runs on, no synchronisation on a GPU.
 
-Rows are handled in chunks so that the widest temporary stays under `CHUNK_ENTRIES` int64 values.
+The portable path, not the fast one: it covers rows times the longest row, in chunks of at most `CHUNK_ENTRIES` entries
+(one row may exceed that), with some 190 launches a chunk; the live mask and the neutralising are not chunked.
 """
 
 from __future__ import annotations
