@@ -7,7 +7,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env campaign lint test test-core soak mutation wheel clean
+.PHONY: help env campaign lint test test-core soak mutation wheel clean env-vllm test-vllm
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -41,3 +41,9 @@ wheel: env ## build the sdist and the wheel into dist/
 clean: ## remove what was built, but neither .venv nor runs/
 	rm -rf build dist kvguard.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find . \( -path './.venv*' -o -path ./.git -o -path ./runs \) -prune -o -name __pycache__ -type d -prune -exec rm -rf {} +
+
+env-vllm: ## build .venv-vllm: vLLM on the CPU with kvguard in it
+	@$(PYTHON) -m tools.make_engine_env vllm
+
+test-vllm: env-vllm ## the tests of the vLLM adapter, in .venv-vllm
+	.venv-vllm/bin/python -m pytest tests/vllm

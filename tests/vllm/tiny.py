@@ -1,0 +1,111 @@
+"""A tiny random Llama checkpoint whose greedy tokens vary, and one in-process vLLM engine over it."""
+
+from __future__ import annotations
+
+import os
+import random
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "HF_HUB_OFFLINE": "1",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def write_checkpoint(folder: Path, seed: int = 0) -> Path:
+    """4 layers, hidden 128, large random weights: with small ones every prompt would give the same token."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        vocab_size=258,
+        max_position_embeddings=4096,
+        bos_token_id=256,
+        eos_token_id=257,
+        tie_word_embeddings=False,
+    )
+    model = LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() >= 2:
+                parameter.normal_(0, 0.15)
+        model.lm_head.weight.normal_(0, 0.3)
+        model.model.embed_tokens.weight.normal_(0, 1.0)
+    model.save_pretrained(folder)
+    return folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """What a client of the library sees."""
+
+    finish_reason: str
+    stop_reason: str | None
+    token_ids: tuple[int, ...]
+
+
+class TinyEngine:
+    """A vLLM LLM in this process; `scheduler` and `runner` are its own objects."""
+
+    def __init__(self, folder: Path, **options: Any) -> None:
+        os.environ.update(ENVIRONMENT)
+        from vllm import LLM
+
+        settings: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "max_model_len": 384,
+            "enforce_eager": True,
+            "seed": 0,
+            "num_gpu_blocks_override": 40,
+            "block_size": 32,
+            "dtype": "float32",
+            "max_num_seqs": 8,
+            **options,
+        }
+        self._llm = LLM(str(folder), **settings)
+        core = self._llm.llm_engine.engine_core.engine_core
+        self.scheduler = core.scheduler
+        self.runner = core.model_executor.driver_worker.worker.model_runner
+        self.pool = self.scheduler.kv_cache_manager.block_pool
+
+    def generate(self, prompts: list[list[int]], tokens: list[int]) -> list[Answer]:
+        """Greedy answers, in the order of the prompts."""
+        from vllm import SamplingParams
+
+        parameters = [
+            SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False) for count in tokens
+        ]
+        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
+        return [
+            Answer(
+                finish_reason=output.outputs[0].finish_reason,
+                stop_reason=output.outputs[0].stop_reason,
+                token_ids=tuple(output.outputs[0].token_ids),
+            )
+            for output in outputs
+        ]
+
+
+def traffic(seed: int, requests: int = 6) -> tuple[list[list[int]], list[int]]:
+    """Prompts of 40 to 100 tokens, two of them equal, half of them sharing a prefix; and tokens to generate."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(256) for _ in range(70)]
+    prompts = [
+        (shared if index % 2 else []) + [rng.randrange(256) for _ in range(rng.randrange(20, 60))]
+        for index in range(requests)
+    ]
+    prompts[-1] = prompts[0]
+    return prompts, [rng.randrange(40, 70) for _ in range(requests)]

