@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from kvguard.config import GuardConfig
 from kvguard.guard import Guard, GuardHalt, Retired, UsageError
 from kvguard.judge import Abort, Judgement
+from kvguard.kernels.backend import default_backend
 from kvguard.pools import PoolSpec
 from kvguard.telemetry import Health
 from kvguard.verifier import PendingVerdicts, PoolInputs, Verifier
@@ -53,10 +54,11 @@ class PagedGuard:
         pools: Sequence[PoolSpec],
         *,
         config: GuardConfig | None = None,
-        backend: str = "torch",
+        backend: str | None = None,
         device: Any = "cpu",
         proofs: frozenset[Proof] | None = None,
     ) -> None:
+        """`backend`: kernel backend; None takes torch where it is installed, else numpy. `device`: a torch device."""
         settings = GuardConfig.load() if config is None else config
         self._guard: Guard | None = None
         self._in_flight: dict[int, tuple[tuple[str, ...], bool]] = {}
@@ -64,7 +66,7 @@ class PagedGuard:
             # Nothing is kept and nothing is checked: every call answers as if there were no guard.
             return
         self._guard = Guard(pools, settings, proofs=proofs)
-        self._verifier = Verifier(self._guard.setup, backend=backend, device=device)
+        self._verifier = Verifier(self._guard.setup, backend=backend or default_backend(), device=device)
 
     @property
     def violations(self) -> tuple[Violation, ...]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.connection
 import os
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 
@@ -74,9 +76,18 @@ def _prepare_worker() -> None:
     """One thread per process: tiny matrices lose more to hand-overs between threads than they gain."""
     import torch
 
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        threading.Thread(target=_die_with, args=(parent.sentinel,), daemon=True).start()
     torch.set_num_threads(1)
     # A campaign causes violations on purpose; they are in its report, not on the terminal.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"), logger_factory=_silent)
+
+
+def _die_with(sentinel: int) -> None:
+    """A worker holds both ends of its queue and would wait for ever for a parent that was killed."""
+    multiprocessing.connection.wait([sentinel])
+    os._exit(1)
 
 
 def _silent(*args: object) -> structlog.testing.ReturnLogger:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 if TYPE_CHECKING:
-    from rich.console import Console
-    from rich.table import Table
-
     from kvguard.fault_injection.plan import CampaignPlan
-    from kvguard.fault_injection.results import CampaignResults, TrialResult
 
 ENGINES = ("embedded",)
 DEFAULT_SEED = 1
-TABLE_COLUMNS = 132
 DEFAULT_TRIALS = 216
 DEFAULT_CLEAN_RUNS = 54
 
@@ -50,7 +47,7 @@ def campaign(
     """Break a serving engine's page bookkeeping on purpose and show what the guard does about it.
 
     Each trial runs the same traffic without the fault, with it and no guard, and with it and the guard. Exit 0: all
-    proven; 1: a miss, a false positive or a fault that was not injected; 2: usage.
+    proven; 1: a miss, a false positive or a fault that was not injected; 2: usage; 3: the campaign itself failed.
     """
     from kvguard.fault_injection.run_folder import RunFolderError
 
@@ -126,7 +123,8 @@ def _plan(
         trials=trials,
         clean_runs=clean_runs,
         engine=engine,
-        model=model,
+        # Absolute, so that a replay finds it from any folder.
+        model=model if model == "recall" else str(Path(model).resolve()),
         backend=backend,
         faults=_choose("fault", fault, tuple(PAGE_FAULTS)),
         kv_dtypes=_choose("KV dtype", kv_dtype, KV_DTYPES),
@@ -137,50 +135,87 @@ def _plan(
 
 def _check_model(model: str, weights: str) -> None:
     """Load the model once up front: a worker's traceback is no way to learn of a wrong path."""
-    from kvguard.fault_injection.trial import load_model
+    from kvguard.fault_injection.trial import check_model
 
     try:
-        load_model(model, weights)
+        check_model(model, weights)
     except (FileNotFoundError, NotADirectoryError) as error:
         _refuse(f"no model {model!r}: {error}; give recall or a folder with a Hugging Face Llama checkpoint")
-    except ValueError as error:
-        _refuse(f"cannot use model {model!r}: {error}")
+    except Exception as error:
+        # Whatever a broken checkpoint makes the loader raise, it is the checkpoint that is wrong.
+        _refuse(f"cannot use model {model!r}: {type(error).__name__}: {' '.join(str(error).split())}")
 
 
 def _campaign(plan: CampaignPlan, runs_dir: Path, workers: int, as_json: bool) -> int:
+    import signal
     import time
+    from concurrent.futures.process import BrokenProcessPool
+
+    import jinja2  # noqa: F401  (the report needs it: better to learn of that now than after the last trial)
 
     from kvguard.fault_injection.campaign import Result, default_workers, run_campaign
     from kvguard.fault_injection.html_report import report_html
     from kvguard.fault_injection.junit import junit_xml
     from kvguard.fault_injection.results import results_json
     from kvguard.fault_injection.run_folder import JUNIT, PLAN, REPORT, RESULTS, RunFolder, plan_toml
+    from kvguard.fault_injection.terminal import Progress, show_results
 
     folder = RunFolder(runs_dir, plan.seed)
-    started = time.monotonic()
+    started, done = time.monotonic(), 0
+    total = len(plan.trials) + len(plan.clean_runs)
+    # A cancelled CI job or a closed terminal stops like Ctrl-C: workers end, the history stays.
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.default_int_handler)
     try:
         folder.write(PLAN, plan_toml(plan))
-        total = len(plan.trials) + len(plan.clean_runs)
-        with _progress(total) as advance:
+        with Progress(total) as advance:
 
             def on_result(result: Result) -> None:
+                nonlocal done
+                done += 1
                 folder.append(result.to_json())
                 advance()
 
             results = run_campaign(plan, workers=workers or default_workers(), on_result=on_result)
-        meta = _meta(plan, time.monotonic() - started)
+        meta = {**_meta(plan, time.monotonic() - started), "run": folder.name}
         data = results_json(results, meta)
         folder.write(RESULTS, json.dumps(data, indent=2) + "\n")
         folder.write(JUNIT, junit_xml(results))
         folder.write(REPORT, report_html(results, data))
         final = folder.complete()
+    except KeyboardInterrupt:
+        typer.echo(f"kvguard campaign: interrupted after {done} of {total}; history in {folder.path}", err=True)
+        return 130
+    except BrokenProcessPool:
+        typer.echo(
+            f"kvguard campaign: a worker died after {done} of {total} (out of memory?); history in {folder.path}",
+            err=True,
+        )
+        return 3
     finally:
         folder.close()
-    if as_json:
-        typer.echo(json.dumps(data, indent=2))
-    else:
-        _show(results, data, final)
-    return 0 if results.all_proven else 1
+    verdict = 0 if results.all_proven else 1
+    try:
+        if as_json:
+            typer.echo(json.dumps(data, indent=2))
+        else:
+            show_results(results, data, final)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader has seen enough; the verdict stands.
+        _silence_stdout()
+    except OSError as error:
+        typer.echo(f"kvguard campaign: cannot print the results: {error.strerror}; they are in {final}", err=True)
+        _silence_stdout()
+        return 3
+    return verdict
+
+
+def _silence_stdout() -> None:
+    """Nobody reads standard output any more, or it cannot be written: the flush at exit must not complain again."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _meta(plan: CampaignPlan, wall_s: float) -> dict[str, Any]:
@@ -201,141 +236,14 @@ def _meta(plan: CampaignPlan, wall_s: float) -> dict[str, Any]:
     }
 
 
-class _progress:
-    """A progress bar on standard error, where there is a terminal; a line now and then where there is none."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._bar: Any = None
-        self._task: Any = None
-
-    def __enter__(self) -> Callable[[], None]:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-        console = Console(stderr=True)
-        if console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-            self._bar = Progress(*columns, console=console, transient=True)
-            self._bar.start()
-            self._task = self._bar.add_task("trials and clean runs", total=self._total)
-        return self._advance
-
-    def _advance(self) -> None:
-        self._done += 1
-        if self._bar is not None:
-            self._bar.advance(self._task)
-        elif self._done % max(1, self._total // 10) == 0 or self._done == self._total:
-            print(f"kvguard campaign: {self._done} of {self._total}", file=sys.stderr, flush=True)
-
-    def __exit__(self, *exc: object) -> None:
-        if self._bar is not None:
-            self._bar.stop()
-
-
-def _show(results: CampaignResults, data: dict[str, Any], folder: Path) -> None:
-    from rich.console import Console
-
-    console = Console()
-    if not console.is_terminal:
-        # A log or a pipe has no width of its own; 80 columns would cut the table.
-        console = Console(width=TABLE_COLUMNS)
-    console.print(_table(results))
-    contained = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in data["clean_runs_contained"].items())
-    console.print(f"{data['clean_runs']} clean runs ({contained}): {data['false_positives']} false positives.")
-    for name in results.empty_clean_counts():
-        console.print(f"The clean runs contained no {name.replace('_', ' ')}: they prove less than they should.")
-    console.print(
-        f"{data['detected']} of {data['trials']} trials detected, {data['potent']} changed output with the guard off; "
-        f"miss rate below {data['miss_rate_upper_95']:.2%} (95 %)."
-    )
-    for trial in results.trials:
-        if not trial.proven and trial.outcome != "unsupported":
-            console.print(f"[red]not proven[/red]: {_line(trial)}", highlight=False)
-    _show_leak(console, results)
-    console.print(f"\nseed {data['seed']}, {data['wall_s']} s. Report: {folder / 'report.html'}", highlight=False)
-    console.print("[green]All proven.[/green]" if results.all_proven else "[red]Not all proven.[/red]")
-
-
-def _show_leak(console: Console, results: CampaignResults) -> None:
-    """The most telling trial that ended in an abort: what the client sees without the guard and with it."""
-    from kvguard.fault_injection.html_report import telling_leaks
-
-    shown = telling_leaks([trial for trial in results.trials if trial.aborted])
-    if not shown:
-        return
-    trial, leak = shown[0].trial, shown[0].leak
-    lines = [
-        ("its prompt", repr(leak.prompt)),
-        ("no fault", repr(leak.golden)),
-        ("guard off", repr(leak.guard_off)),
-        ("leaked from", repr(shown[0].source) if shown[0].source else ""),
-        ("guard on", repr(leak.guard_on)),
-        ("", leak.error),
-    ]
-    cell = trial.cell
-    storage = f"{cell.kv_dtype} KV, {cell.weights} weights, pages of {cell.page_size}"
-    console.print(f"\nTrial {trial.index}, {cell.fault}, {storage}: what request {leak.victim}'s client sees")
-    for label, text in lines:
-        if text:
-            console.print(f"  {label:<11} {text}", markup=False, highlight=False, soft_wrap=True)
-
-
-def _line(trial: TrialResult) -> str:
-    from kvguard.fault_injection.junit import shortcomings
-
-    cell = trial.cell
-    return (
-        f"trial {trial.index} {cell.fault} kv={cell.kv_dtype} weights={cell.weights} page_size={cell.page_size} "
-        f"proofs={cell.proofs}: {'; '.join(shortcomings(trial)) or trial.outcome}"
-    )
-
-
-def _table(results: CampaignResults) -> Table:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(
-        title="Faults injected, and what the guard did about them",
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1),
-        collapse_padding=True,
-        pad_edge=False,
-    )
-    table.add_column("fault", no_wrap=True)
-    table.add_column("proofs on", no_wrap=True)
-    names = ("trials", "found", "missed", "not injected", "potent", "refused", "aborted")
-    late = ("steps to detect", "tokens after", "others changed", "false alarms")
-    for name in names + late:
-        # Two-word headings stand on two lines, so that the table fits 110 columns.
-        table.add_column("\n".join(name.rsplit(" ", 1)), justify="right", no_wrap=True)
-    for fault, proofs, tally in [*results.by_fault(), ("all", "", results.total())]:
-        if fault == "all":
-            table.add_section()
-        counts = (
-            tally.trials,
-            tally.detected,
-            tally.missed,
-            tally.not_injected,
-            tally.potent,
-            tally.refused,
-            tally.aborted,
-            tally.detection_steps_max,
-            tally.tokens_after_fault,
-            tally.bystanders_changed,
-            tally.false_positives,
-        )
-        table.add_row(fault, proofs, *(str(count) for count in counts))
-    return table
-
-
 def _replay(index: int, folder: Path, as_json: bool) -> int:
     """Run trial `index` of an earlier run again; exit 1 if it is not proven."""
+    from kvguard.config import GuardConfig
     from kvguard.fault_injection.campaign import _prepare_worker
     from kvguard.fault_injection.run_folder import read_plan
+    from kvguard.fault_injection.terminal import trial_line
 
+    GuardConfig.load()
     plan = read_plan(folder)
     trial = next((trial for trial in plan.trials if trial.index == index), None)
     if trial is None:
@@ -348,7 +256,7 @@ def _replay(index: int, folder: Path, as_json: bool) -> int:
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=2))
     else:
-        typer.echo(_line(result))
+        typer.echo(trial_line(result))
         typer.echo(f"injected at step {result.injected_step}: {result.description}")
         typer.echo(
             f"live at step {result.live_step}, detected at step {result.detected_step} by "

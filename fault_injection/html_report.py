@@ -94,6 +94,7 @@ def report_html(results: CampaignResults, data: dict[str, Any]) -> str:
     total = results.total()
     unproven = [trial for trial in results.trials if shortcomings(trial)]
     return environment.get_template("report.html.j2").render(
+        run=data.get("run", ""),
         verdict=_verdict(results, total, unproven),
         figures=_figures(total, data),
         leaks=telling_leaks(results.trials),

@@ -6,13 +6,18 @@ are never touched, and a run that was interrupted keeps its history under the pa
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import itertools
 import json
 import os
+import sys
 import time
 from pathlib import Path
 from typing import IO, Any
 
-from kvguard.fault_injection.plan import CampaignPlan, Cell, CleanPlan, TrialPlan
+from kvguard.fault_injection.faults.pages import PAGE_FAULTS
+from kvguard.fault_injection.plan import KV_DTYPES, PROOF_SETS, WEIGHTS, CampaignPlan, Cell, CleanPlan, TrialPlan
 
 LATEST = "latest"
 PLAN, HISTORY, RESULTS, REPORT, JUNIT = "plan.toml", "history.jsonl", "results.json", "report.html", "junit.xml"
@@ -28,24 +33,44 @@ class RunFolder:
     def __init__(self, parent: Path, seed: int) -> None:
         """Create `parent`/<time>-<seed>.partial. Raises RunFolderError."""
         self._parent = parent
-        stamp = time.strftime("%Y%m%d-%H%M%S")
-        self._name = f"{stamp}-{seed}"
-        number = 1
-        while (parent / self._name).exists() or (parent / f"{self._name}.partial").exists():
-            number += 1
-            self._name = f"{stamp}-{seed}-{number}"
-        self.path = parent / f"{self._name}.partial"
+        self._name = ""
+        self.path = parent
         self._history: IO[str] | None = None
+        link = parent / LATEST
+        if link.exists() and not link.is_symlink():
+            raise RunFolderError(f"{link} is no link to a run: move it away, or choose another folder with --runs-dir")
         try:
-            self.path.mkdir(parents=True)
+            parent.mkdir(parents=True, exist_ok=True)
+            self._claim(f"{time.strftime('%Y%m%d-%H%M%S')}-{seed}")
             self._history = (self.path / HISTORY).open("w", encoding="utf-8")
         except OSError as error:
             raise self._cannot_write(error) from None
 
+    def _claim(self, wanted: str) -> None:
+        """Take the first free name; making the folder is the test, so that two campaigns cannot take the same."""
+        for number in itertools.count(1):
+            self._name = wanted if number == 1 else f"{wanted}-{number}"
+            self.path = self._parent / f"{self._name}.partial"
+            if (self._parent / self._name).exists():
+                continue
+            try:
+                self.path.mkdir()
+                return
+            except FileExistsError:
+                continue
+
+    @property
+    def name(self) -> str:
+        """What the folder is called once it is complete."""
+        return self._name
+
     def _cannot_write(self, error: OSError) -> RunFolderError:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+        advice = "free some space, or choose another folder with --runs-dir"
+        if not full:
+            advice = "choose another folder with --runs-dir"
         return RunFolderError(
-            f"cannot write {self.path}: {error.strerror or error}; free some space or choose another folder with "
-            "--runs-dir; earlier runs are as they were"
+            f"cannot write {self.path}: {error.strerror or error}; {advice}; earlier runs are as they were"
         )
 
     def append(self, record: dict[str, Any]) -> None:
@@ -65,18 +90,26 @@ class RunFolder:
             raise self._cannot_write(error) from None
 
     def complete(self) -> Path:
-        """Give the folder its final name and point `latest` to it. Raises RunFolderError."""
+        """Give the folder its final name and point `latest` to it. Raises RunFolderError.
+
+        A file system without links costs `latest`, not the run: the folder is complete all the same.
+        """
         self.close()
         final = self._parent / self._name
         link, new_link = self._parent / LATEST, self._parent / f".{LATEST}-{os.getpid()}"
         try:
             self.path.rename(final)
             self.path = final
+        except OSError as error:
+            raise self._cannot_write(error) from None
+        try:
             new_link.unlink(missing_ok=True)
             new_link.symlink_to(self._name)
             new_link.replace(link)
         except OSError as error:
-            raise self._cannot_write(error) from None
+            with contextlib.suppress(OSError):
+                new_link.unlink(missing_ok=True)
+            print(f"kvguard campaign: cannot point {link} to the run: {error.strerror or error}", file=sys.stderr)
         return final
 
     def close(self) -> None:
@@ -144,7 +177,7 @@ def read_plan(folder: Path) -> CampaignPlan:
             for item in data.get("trial", ())
         )
         clean = tuple(CleanPlan(**item) for item in data.get("clean_run", ()))
-        return CampaignPlan(
+        plan = CampaignPlan(
             seed=data["seed"],
             engine=data["engine"],
             model=data["model"],
@@ -152,7 +185,29 @@ def read_plan(folder: Path) -> CampaignPlan:
             trials=trials,
             clean_runs=clean,
         )
+        _check_plan(plan)
+        return plan
     except OSError as error:
         raise RunFolderError(f"cannot read {path}: {error.strerror or error}; run a campaign first") from None
-    except (tomllib.TOMLDecodeError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{path} is not a plan of this release: {error}") from None
+
+
+def _check_plan(plan: CampaignPlan) -> None:
+    """ValueError for values that this release does not have."""
+    from kvguard.kernels.backend import check_backend
+
+    check_backend(plan.backend)
+    if not isinstance(plan.model, str):
+        raise ValueError(f"model {plan.model!r} is no name")
+    for trial in plan.trials:
+        cell = trial.cell
+        for what, value, valid in (
+            ("fault", cell.fault, tuple(PAGE_FAULTS)),
+            ("kv_dtype", cell.kv_dtype, KV_DTYPES),
+            ("weights", cell.weights, WEIGHTS),
+            ("proofs", cell.proofs, PROOF_SETS),
+            ("page_size", cell.page_size, range(1, 65)),
+        ):
+            if value not in valid:
+                raise ValueError(f"trial {trial.index} has {what} {value!r}")

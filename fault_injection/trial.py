@@ -9,11 +9,13 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
+import torch
+
 from kvguard.adapters.generic import PagedGuard
 from kvguard.config import GuardConfig
 from kvguard.fault_injection.engine.engine import Engine, EngineConfig
 from kvguard.fault_injection.engine.kv_cache import KVDtype
-from kvguard.fault_injection.engine.model import LlamaModel, WeightFormat
+from kvguard.fault_injection.engine.model import ForwardBatch, LlamaModel, WeightFormat
 from kvguard.fault_injection.engine.pool import NULL_PAGE
 from kvguard.fault_injection.engine.recall.tokenizer import decode
 from kvguard.fault_injection.engine.scheduler import Counts, Sequence
@@ -85,6 +87,29 @@ def load_model(model: str, weights: WeightFormat) -> LlamaModel:
     return LlamaModel.from_pretrained(RECALL_FOLDER if model == "recall" else Path(model), weights)
 
 
+def check_model(model: str, weights: str) -> None:
+    """Load a model and run it once. Raises what the loader raises, or ValueError if it cannot carry the traffic."""
+    loaded = load_model(model, weights)
+    needed = engine_config(kv_dtype="fp32", page_size=16, tight=False).max_tokens
+    if loaded.config.layers < 1 or loaded.config.max_positions < needed:
+        raise ValueError(
+            f"it has {loaded.config.layers} layers and {loaded.config.max_positions} positions; the campaign needs at "
+            f"least 1 and {needed}"
+        )
+    kv = loaded.new_kv(num_pages=2, page_size=8, dtype="fp32")
+    tokens = torch.arange(8) % loaded.config.vocab_size
+    batch = ForwardBatch(
+        token_ids=tokens,
+        positions=torch.arange(8),
+        query_start=(0, 8),
+        seq_lens=(8,),
+        block_table=torch.ones((1, 1), dtype=torch.int32),
+        slot_mapping=torch.arange(8, 16),
+    )
+    if not bool(loaded.forward(batch, kv).isfinite().all()):
+        raise ValueError("its logits are not finite")
+
+
 def prompt_maker(model: str, loaded: LlamaModel) -> PromptMaker:
     """How traffic becomes token ids: the recall tokenizer, or ids of the model's vocabulary."""
     return recall_prompt if model == "recall" else token_prompts(loaded.config.vocab_size)
@@ -107,7 +132,7 @@ def engine_config(*, kv_dtype: str, page_size: int, tight: bool) -> EngineConfig
 def make_guard(config: EngineConfig, *, proofs: str, backend: str, seed: int) -> PagedGuard:
     """The guard of a trial: default policy, replayable tags, and only the named proofs."""
     pool = PoolSpec(num_pages=config.num_pages, page_size=config.page_size, null_page=NULL_PAGE)
-    settings = GuardConfig(level="tags", on_violation="abort", seed=seed, quarantine_pages_max=64)
+    settings = GuardConfig.default(seed=seed)
     return PagedGuard([pool], config=settings, backend=backend, proofs=_PROOFS[proofs])
 
 

@@ -6,11 +6,17 @@ Faster device backends join this list in releases of their own; nothing here gue
 
 from __future__ import annotations
 
+import importlib.util
 from typing import Any
 
 import numpy as np
 
 BACKENDS = ("numpy", "torch")
+
+
+def default_backend() -> str:
+    """`torch` where it is installed, else `numpy`; nothing is imported to find out."""
+    return "torch" if importlib.util.find_spec("torch") is not None else "numpy"
 
 
 def backend_of(array: Any) -> str:

@@ -380,8 +380,11 @@ class BookKeeping:
                 if problem is not None and self._refuse(problem, index, page, by):
                     result.refused.append(page)
                     continue
-            if table.problem_with_page(page) is None and table.tag(page) != 0:
-                self._revoke(table.retire(page, by))
+            if table.problem_with_page(page) is None:
+                if table.tag(page) != 0:
+                    self._revoke(table.retire(page, by))
+                else:
+                    table.record(page).reset_free = False
             if (table.spec.name, page) in books.quarantine and books.enforcing:
                 result.quarantined.append(page)
             else:

@@ -104,6 +104,15 @@ class GuardConfig(BaseSettings):
         """The configuration from all layers; `path` takes the place of KVGUARD_CONFIG. Raises ConfigError."""
         return cls(path, **overrides)
 
+    @classmethod
+    def default(cls, **overrides: Any) -> Self:
+        """The defaults, changed by the call alone: no file and no environment variable has a say in any value.
+
+        For campaigns, whose results must be the same on every machine. Raises ConfigError.
+        """
+        values = {name: field.default for name, field in cls.model_fields.items()}
+        return cls(**{**values, **overrides})
+
     @property
     def is_off(self) -> bool:
         """True where nothing is to be installed: the engine runs its own functions, unpatched."""

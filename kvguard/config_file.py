@@ -35,6 +35,8 @@ def _parse_toml(path: Path, text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: broken TOML: {error}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: broken TOML: nested too deep") from None
 
 
 def _parse_yaml(path: Path, text: str) -> dict[str, Any]:
@@ -45,6 +47,11 @@ def _parse_yaml(path: Path, text: str) -> dict[str, Any]:
         where = f"{path}, line {mark.line + 1}" if mark else f"{path}"
         raise ConfigError(f"{where}: broken YAML: {error.problem or error.context}") from None
     except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: broken YAML: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise ConfigError(f"{path}: broken YAML: nested too deep") from None
+    except (ValueError, TypeError) as error:
+        # The loader's own conversions: a date that does not exist, a list as a key.
         raise ConfigError(f"{path}: broken YAML: {str(error).splitlines()[0]}") from None
     if content is None:
         return {}
@@ -59,10 +66,11 @@ class _UniqueKeyLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                continue
             if key_node.value in seen:
                 raise yaml.constructor.ConstructorError(
                     None, None, f"the key {key_node.value!r} stands twice", key_node.start_mark
                 )
-            if isinstance(key_node, yaml.ScalarNode):
-                seen.add(key_node.value)
+            seen.add(key_node.value)
         return super().construct_mapping(node, deep=deep)

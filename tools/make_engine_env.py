@@ -1,7 +1,7 @@
 """Builds .venv-vllm: a real engine on the CPU beside kvguard, without the gigabytes that a CPU does not use.
 
-`make env-vllm` calls it as `python -m tools.make_engine_env vllm`. uv resolves; where pip is configured with a folder of
-local wheels that holds a CPU build of torch, uv is pointed at it, elsewhere uv takes torch's own CPU index.
+`make env-vllm` calls it as `python -m tools.make_engine_env vllm`. uv resolves; where pip is configured with a folder
+of local wheels that holds a CPU build of torch, uv is pointed at it, elsewhere uv takes torch's own CPU index.
 """
 
 from __future__ import annotations

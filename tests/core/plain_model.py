@@ -23,10 +23,11 @@ class PlainModel:
         self.enforce, self.control = enforce, control
         self.lives = 0
         self.life: dict[int, int] = {}
-        self.used: set[int] = set()
         self.holders: dict[int, set[str]] = {}
         self.key: dict[int, Any] = {}
         self.promise: dict[int, dict[str, Any]] = {}
+        self.former: dict[int, tuple[Any, int]] = {}
+        self.free_again: set[int] = set()
         self.quarantine: set[int] = set()
         self.requests: dict[str, dict[str, Any]] = {}
         self.steps: list[dict[str, Any]] = []
@@ -71,12 +72,23 @@ class PlainModel:
             if not 0 <= page < self.num_pages:
                 self.requests[name]["ledger"].append((page, self.fresh()))
                 continue
-            self.moved_on(page)
-            self.life[page] = self.fresh()
-            self.used.add(page)
+            self.new_life(page, self.fresh())
+            self.free_again.discard(page)
             self.holders[page] = {name}
             self.requests[name]["ledger"].append((page, self.life[page]))
         return accepted
+
+    def new_life(self, page: int, life: int) -> None:
+        """The page is another one from now on (0: nobody's); what it was published as is remembered, once."""
+        if page in self.key:
+            self.former[page] = (self.key[page], self.life[page])
+        self.moved_on(page)
+        self.life[page] = life
+
+    def promised_life(self, page: int, key: Any) -> int:
+        """What the finder of a cache entry that is out of date goes by: never the life that the page has now."""
+        known, life = self.former.get(page, (None, 0))
+        return life if known == key else self.fresh()
 
     def moved_on(self, page: int) -> None:
         """The page leaves cache and promise; a promise that no step was made for will never be kept."""
@@ -101,13 +113,14 @@ class PlainModel:
         quarantined: list[int] = []
         for page in pages:
             holders = self.holders.get(page, set())
-            wrong = self.bad_id(page) or not self.life.get(page) or bool(holders - {by})
+            nobodys = not self.life.get(page) and page not in self.free_again
+            wrong = self.bad_id(page) or nobodys or bool(holders - {by})
             if wrong and self.refuse():
                 refused.append(page)
                 continue
+            self.free_again.discard(page)
             if not self.bad_id(page) and self.life.get(page):
-                self.moved_on(page)
-                self.life[page] = 0
+                self.new_life(page, 0)
                 self.holders[page] = set()
             (quarantined if self.kept_out(page) else reusable).append(page)
         return reusable, refused, quarantined
@@ -117,12 +130,17 @@ class PlainModel:
         entry: Entry = request["ledger"][column] if 0 <= column < len(request["ledger"]) else None
         if entry is None or self.bad_id(entry[0]) or self.life.get(entry[0], 0) != entry[1]:
             return not self.refuse()
+        if self.enforce and request["condemned"]:
+            return False
         page, need = entry[0], (column + 1) * PAGE_SIZE
         if page in self.key and self.key[page] == key:
             return True
         promise = None
-        if need > request["computed"]:
-            promise = {"page": page, "writer": request, "need": need, "step": None, "kept": None, "trusting": []}
+        if request["stalled"] or need > request["computed"]:
+            promise = {
+                "page": page, "life": entry[1], "writer": request, "need": need, "step": None, "kept": None,
+                "trusting": [],
+            }  # fmt: skip
             for step in self.steps:
                 for row in step["rows"]:
                     same = row["request"] is request and row["era"] == request["era"]
@@ -146,7 +164,7 @@ class PlainModel:
             if not right:
                 if self.refuse():
                     return count
-                request["ledger"].append((page, self.fresh()))
+                request["ledger"].append((page, self.promised_life(page, key)))
                 continue
             promise = self.promise.get(page)
             if promise is not None and promise["writer"] is not request:
@@ -163,29 +181,59 @@ class PlainModel:
             if promise is not None and not promise["trusting"] and promise["kept"] is None:
                 promise["kept"] = False
 
-    def cut(self, name: str, start: int, stop: int | None) -> list[int]:
-        """Columns from `start` are given up: to `stop`, leaving a gap, or all of them (None)."""
+    def take_out(self, name: str, start: int, stop: int | None) -> list[tuple[int, int]]:
+        """Columns from `start` are no longer held: to `stop`, leaving a gap, or all of them (None)."""
         ledger = self.requests[name]["ledger"]
         end = len(ledger) if stop is None else min(stop, len(ledger))
-        out = [entry[0] for entry in ledger[start:end] if entry is not None]
+        out = [entry for entry in ledger[start:end] if entry is not None]
         if stop is None:
             del ledger[start:]
         else:
             ledger[start:end] = [None] * len(ledger[start:end])
-        for page in out:
+        for page, _ in out:
             self.holders.get(page, set()).discard(name)
         return out
+
+    def cut(self, name: str, start: int, stop: int | None) -> list[int]:
+        """Columns are given up by a request that goes on: it writes none of their pages, and trusts in none.
+
+        Without a `stop`, what it computed past `start` is gone too, whatever a step in flight still writes there.
+        """
+        request = self.requests[name]
+        out = self.take_out(name, start, stop)
+        if stop is None:
+            self.move_back(request, start * PAGE_SIZE)
+            for step in self.steps:
+                for row in step["rows"]:
+                    if row["request"] is request and row["era"] == request["era"]:
+                        row["end"] = min(row["end"], start * PAGE_SIZE)
+        if not out:
+            return []
+        for promise in request["promises"]:
+            if (promise["page"], promise["life"]) in out:
+                self.settle(promise, False)
+        request["promises"] = [promise for promise in request["promises"] if promise["kept"] is None]
+        rows = [row for step in self.steps for row in step["rows"] if row["request"] is request]
+        for promise in list(request["trusts"]):
+            read = any(promise is other for row in rows for other in row["trusted"])
+            if (promise["page"], promise["life"]) in out and not read:
+                request["trusts"].remove(promise)
+                promise["trusting"] = [who for who in promise["trusting"] if who[0] is not request]
+        return [page for page, _ in out]
 
     def reset(self, revoke_held: bool) -> list[int]:
         released, self.quarantine = sorted(self.quarantine), set()
         for page in range(self.num_pages):
-            if self.life.get(page):
-                if revoke_held or not self.holders[page]:
-                    self.moved_on(page)
-                    self.life[page], self.holders[page] = 0, set()
-                else:
-                    self.promise.pop(page, None)
-                    self.key.pop(page, None)
+            if not self.life.get(page):
+                continue
+            if not self.holders[page]:
+                self.new_life(page, 0)
+                self.free_again.add(page)
+            elif revoke_held:
+                self.new_life(page, self.fresh())
+            else:
+                self.promise.pop(page, None)
+                self.key.pop(page, None)
         return [page for page in released if not self.holders.get(page)]
 
     # -- requests -------------------------------------------------------------------------------------------------
@@ -194,13 +242,13 @@ class PlainModel:
         self.era += 1
         self.requests[name] = {
             "name": name, "era": self.era, "ledger": [], "computed": 0, "promises": [], "trusts": [],
-            "condemned": False, "alive": True, "preempted": False,
+            "condemned": False, "stalled": False, "alive": True, "preempted": False,
         }  # fmt: skip
 
     def leave(self, name: str) -> None:
         """The request gives up all it holds and all it promised that no step was made for."""
         request = self.requests[name]
-        self.cut(name, 0, None)
+        self.take_out(name, 0, None)
         for promise in request["promises"]:
             self.settle(promise, False)
         request["promises"], request["trusts"] = [], []
@@ -220,16 +268,14 @@ class PlainModel:
 
     def new_era(self, name: str) -> None:
         self.era += 1
-        self.requests[name].update(era=self.era, computed=0)
+        self.requests[name].update(era=self.era, computed=0, stalled=False)
 
     def rewind(self, name: str, tokens: int) -> None:
         request = self.requests[name]
-        request["computed"] = min(request["computed"], tokens)
+        self.move_back(request, tokens)
         late = list(request["promises"])
         for step in self.steps:
             for row in step["rows"]:
-                if row["request"] is request:
-                    row["end"] = min(row["end"], tokens)
                 late += [promise for promise in row["promises"] if promise["writer"] is request]
         for promise in late:
             if promise["need"] > tokens:
@@ -239,6 +285,15 @@ class PlainModel:
             if entry and self.life.get(entry[0], 0) == entry[1] and self.holders.get(entry[0]) == {name}:
                 self.promise.pop(entry[0], None)
                 self.key.pop(entry[0], None)
+
+    def move_back(self, request: dict[str, Any], tokens: int) -> None:
+        """So much is verified at most; what runs behind rejected tokens ends by as many earlier."""
+        rejected = max(0, request["computed"] - tokens)
+        request["computed"] -= rejected
+        for step in self.steps:
+            for row in step["rows"]:
+                if row["request"] is request and row["era"] == request["era"]:
+                    row["end"] = max(0, row["end"] - rejected) if rejected else min(row["end"], tokens)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -265,15 +320,21 @@ class PlainModel:
         for row in rows:
             trusts = row["request"]["trusts"] = [p for p in row["request"]["trusts"] if p["kept"] is not True]
             row["bad"] |= any(promise["kept"] is False or promise["step"] is None for promise in trusts)
-            row["trusted"] = list(trusts)
+            row["trusted"] = [promise for promise in trusts if promise["kept"] is None and promise["step"] is not None]
         self.steps.append({"number": self.step_number, "rows": rows})
 
-    def abandon(self) -> list[str]:
-        """The newest step failed to run."""
-        step = self.steps.pop()
+    def abandon(self, number: int) -> list[str]:
+        """A step failed to run; what its requests run after it builds on nothing."""
+        (step,) = [step for step in self.steps if step["number"] == number]
+        self.steps.remove(step)
         for row in step["rows"]:
             for promise in row["promises"]:
                 self.settle(promise, False)
+            request = row["request"]
+            for later in self.steps:
+                for other in later["rows"]:
+                    if later["number"] > number and request["alive"] and row["era"] == request["era"]:
+                        other["bad"] |= other["request"] is request
         return [row["request"]["name"] for row in step["rows"]]
 
     def judge(self) -> tuple[list[str], set[str], list[str], set[int]]:
@@ -302,10 +363,12 @@ class PlainModel:
             failed = row["bad"] or request["condemned"]
             if failed:
                 withheld.add(request["name"])
-            elif request["era"] == row["era"] and request["alive"]:
+                request["stalled"] |= not self.enforce
+            whole = not failed and not request["stalled"]
+            if whole and request["era"] == row["era"] and request["alive"]:
                 request["computed"] = max(request["computed"], row["end"])
             for promise in row["promises"]:
-                self.settle(promise, not failed)
+                self.settle(promise, whole)
                 if any_bad and promise["kept"] is False:
                     evict.add(promise["page"])
         self.steps.pop(0)
@@ -319,6 +382,11 @@ class PlainModel:
         if not request["alive"]:
             return []
         return [entry[0] for entry in request["ledger"] if entry and self.life.get(entry[0], 0) != entry[1]]
+
+    def foreign(self, request: dict[str, Any]) -> list[int]:
+        """Those of its lost pages that it must not give back: nobody's, or somebody else's."""
+        holders = self.holders
+        return [p for p in self.lost(request) if not self.life.get(p) or holders.get(p, set()) - {request["name"]}]
 
     def condemn(self, request: dict[str, Any], reported: list[str], aborts: list[str], evict: set[int]) -> None:
         """The request is over, and whoever trusted an open promise of its with it."""

@@ -221,16 +221,17 @@ class World:
         self.counts["flagged"] += bool(reported)
         self.counts["dependents"] += sum(violation.cause is not None for violation in judgement.violations)
         for abort in judgement.aborts:
-            assert list(abort.foreign_pages.get("main", ())) == self.model.lost(self.model.requests[abort.request])
+            assert list(abort.foreign_pages.get("main", ())) == self.model.foreign(self.model.requests[abort.request])
         for abort in judgement.aborts:
             if self.chance(90):
                 self.finish(abort.request)
 
     def abandon(self) -> None:
-        """The newest step failed after its check."""
-        if self.unjudged and not self.unverified and self.chance(60):
-            step = self.unjudged.pop().step
-            assert self.guard.abandon(step) == self.model.abandon()
+        """A step failed after its check: mostly the newest, sometimes one that others were launched behind."""
+        if self.unjudged and self.chance(60):
+            newest = not self.unverified and self.chance(50)
+            pending = self.unjudged.pop(-1 if newest else self.rng.randrange(len(self.unjudged)))
+            assert self.guard.abandon(pending.step) == self.model.abandon(pending.step)
             self.counts["abandoned"] += 1
 
     # -- driving --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 
 from kvguard.adapters.generic import GuardHalt, PagedGuard
 from kvguard.config import GuardConfig
+from kvguard.guard import Retired
 from kvguard.pools import PoolSpec
 from kvguard.verifier import PoolInputs
 from kvguard.violation import Kind
@@ -139,7 +141,7 @@ def test_every_call_reaches_the_guard() -> None:
     assert guard.reset(revoke_held=True) == []
     judgement = guard.after_forward(guard.before_forward(["a", "b"], [0, 1], [12, 8], inputs))
     assert judgement.withheld == {"a", "b"}
-    assert {violation.kind for violation in guard.violations[-2:]} == {Kind.VACANT_PAGE}
+    assert {violation.kind for violation in guard.violations[-2:]} == {Kind.STALE_PAGE}
 
 
 def test_halting_raises_out_of_the_step() -> None:
@@ -154,6 +156,50 @@ def test_halting_raises_out_of_the_step() -> None:
         engine.step()
     assert raised.value.violation.request == "a"
     assert engine.guard.health().armed, "a violation is no fault of the guard"
+
+
+@pytest.mark.parametrize(
+    "call,answer",
+    [
+        (lambda guard: guard.start("a"), None),
+        (lambda guard: guard.start(7), None),
+        (lambda guard: guard.resume("a"), None),
+        (lambda guard: guard.rewind("gone", 3), None),
+        (lambda guard: guard.preempt("gone"), None),
+        (lambda guard: guard.allocate("gone", [4, 5]), [4, 5]),
+        (lambda guard: guard.allocate("a", [4.0]), [4.0]),
+        (lambda guard: guard.adopt("gone", [("k", 4)]), 1),
+        (lambda guard: guard.adopt("a", [("k", "4")]), 1),
+        (lambda guard: guard.publish("gone", 0, "k"), True),
+        (lambda guard: guard.truncate("gone", 0), []),
+        (lambda guard: guard.drop("gone", 0, 1), []),
+        (lambda guard: guard.skip("gone", 1), None),
+        (lambda guard: guard.retire([1], pool="nowhere"), Retired(reusable=[1], refused=[], quarantined=[])),
+        (lambda guard: guard.reset(pool="nowhere"), []),
+    ],
+)
+def test_a_call_that_makes_no_sense_is_counted_and_answered_as_if_unguarded(
+    call: Callable[[PagedGuard], object], answer: object
+) -> None:
+    """An error of the adapter costs neither the guard nor the books: the engine goes on, guarded."""
+    engine = PlainEngine()
+    engine.start("a")
+    engine.step()
+    engine.guard.start("gone")
+    engine.guard.finish("gone")
+    assert call(engine.guard) == answer
+    engine.step()
+    health = engine.guard.health()
+    assert health.armed and health.counters["adapter_errors"] == 1 and health.counters["guard_faults"] == 0
+    assert engine.emitted == {"a": 2} and engine.guard.violations == ()
+
+
+def test_a_step_that_makes_no_sense_is_a_fault_of_the_guard() -> None:
+    """A step of an unknown request was not verified, whoever is to blame: the guard disarms."""
+    engine = PlainEngine()
+    assert engine.guard.before_forward(["nobody"], [0], [1], PoolInputs(table=engine.table)) is None
+    health = engine.guard.health()
+    assert not health.armed and health.counters["guard_faults"] == 1 and health.counters["adapter_errors"] == 0
 
 
 def test_content_is_passed_on(tmp_path: Path) -> None:

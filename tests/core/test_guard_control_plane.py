@@ -6,9 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 
-from kvguard.guard import GuardHalt
+from kvguard.guard import GuardHalt, UsageError
 from kvguard.page_table import PageState
 from kvguard.violation import Action, Kind, Proof
 from tests.core.support import Rig
@@ -222,7 +223,7 @@ def test_the_report_names_holder_and_history() -> None:
 
 
 def test_calls_that_make_no_sense_are_errors_of_the_adapter() -> None:
-    """An unknown request or pool, a second start, a resume without preemption and uneven lists raise ValueError."""
+    """Unknown requests and pools, a second start, an id that is no string, uneven lists: errors that change nothing."""
     rig = world()
     wrong: list[Callable[[], object]] = [
         lambda: rig.guard.start("a"),
@@ -230,12 +231,17 @@ def test_calls_that_make_no_sense_are_errors_of_the_adapter() -> None:
         lambda: rig.guard.allocate("a", [7], pool="nowhere"),
         lambda: rig.guard.resume("a"),
         lambda: rig.guard.preempt("c"),
-        lambda: rig.guard.step(["a"], [0], []),
+        lambda: rig.guard.rewind("c", 1),
+        lambda: rig.guard.truncate("c", 0),
+        lambda: rig.guard.publish("c", 0, "k"),
+        lambda: rig.guard.start(7),  # type: ignore[arg-type]
         lambda: rig.guard.step(["nobody"], [0], [4]),
     ]
     for call in wrong:
-        with pytest.raises(ValueError):
+        with pytest.raises(UsageError):
             call()
+    with pytest.raises(ValueError):
+        rig.guard.step(["a"], [0], [])
     assert rig.run("a", "b").clean, "a refused call takes no step number"
 
 
@@ -246,3 +252,30 @@ def test_what_is_reported_as_refused_was_refused_when_the_breaker_trips_on_it() 
         assert not attempt(rig)
         assert rig.guard.retire([9]).reusable == [9]
         assert [violation.action for violation in rig.guard.violations] == [Action.REFUSED, Action.OBSERVED]
+
+
+@pytest.mark.parametrize("pages", [["9"], [9.0], [None], [(9, 10)], np.array([9.0]), [np.float32(9)]])
+def test_page_ids_that_are_no_integers_are_errors_of_the_adapter(pages: Any) -> None:
+    """Text, floats and whatever would have to be converted: refused before anything is written down."""
+    rig = world()
+    before = states(rig)
+    for call in (
+        lambda: rig.guard.allocate("d", pages),
+        lambda: rig.guard.retire(pages),
+        lambda: rig.guard.adopt("d", [("key-5", page) for page in pages]),
+    ):
+        with pytest.raises(UsageError, match="page ids must be integers"):
+            call()
+    assert states(rig) == before and not rig.guard.violations
+    assert rig.run("a", "b", "d").clean
+
+
+@pytest.mark.parametrize("pages", [np.array([9, 10]), np.array([9, 10], np.uint16), [np.int64(9), np.int32(10)]])
+def test_numpy_integers_are_page_ids(pages: Any) -> None:
+    """They are the same pages, and the answers are Python integers."""
+    rig = world()
+    accepted = rig.guard.allocate("d", pages)
+    assert accepted == [9, 10] and {type(page) for page in accepted} == {int}
+    rig.guard.finish("d")
+    reusable = rig.guard.retire(pages).reusable
+    assert reusable == [9, 10] and {type(page) for page in reusable} == {int}

@@ -221,7 +221,7 @@ def test_new_weights_revoke_what_running_requests_hold(rig: Rig) -> None:
     """After reset(revoke_held=True) every request that reads its old pages is flagged; new pages are fine."""
     rig.guard.reset(revoke_held=True)
     rig.allocate("c", 9)
-    assert kinds(rig.run("a", "b", "c")) == {"a": Kind.VACANT_PAGE, "b": Kind.VACANT_PAGE}
+    assert kinds(rig.run("a", "b", "c")) == {"a": Kind.STALE_PAGE, "b": Kind.STALE_PAGE}
 
 
 def test_pages_of_several_pools_are_proven_apart(backend: str) -> None:
@@ -370,3 +370,49 @@ def test_many_requests_outgrow_the_row_arrays_and_stay_apart(backend: str) -> No
     rig.guard.retire([3 * 150 + 2])
     judgement = rig.run(*names)
     assert judgement.withheld == {"r150"}
+
+
+def test_only_pages_that_are_nobodys_or_somebody_elses_are_foreign(rig: Rig) -> None:
+    """Vacant or handed on, a page is out of the request's hands; handed to itself again, it gives it back as ever."""
+    rig.guard.retire([1, 2])
+    rig.allocate("c", 2)
+    rig.guard.allocate("a", [3])
+    judgement = rig.run("a", "b", "c")
+    assert aborted(judgement) == {"a"}
+    assert {page for _, page in judgement.evict} == {1, 2, 3}, "all of them were lost"
+    assert judgement.aborts[0].foreign_pages == {"main": (1, 2)}
+
+
+def test_a_page_that_is_shared_with_others_after_it_was_lost_is_foreign(rig: Rig) -> None:
+    """The request holds it under a new life together with somebody else: giving it back would take it from them."""
+    rig.guard.allocate("a", [3])
+    rig.guard.publish("a", 3, "k")
+    rig.adopt("c", ("k", 3))
+    assert rig.run("a").aborts[0].foreign_pages == {"main": (3,)}
+
+
+@pytest.mark.parametrize("how", ["retired", "taken-over", "retired-and-reused", "revoked"])
+def test_a_stale_hit_that_is_let_through_expects_what_was_published_then(rig: Rig, how: str) -> None:
+    """The ledger holds the tag that the page had under that key; however the page moved on, the row is flagged."""
+    rig.guard.publish("b", 0, "k")
+    former = rig.guard._books.tables[0].tag(4)
+    if how == "revoked":
+        rig.guard.reset(revoke_held=True)
+    rig.guard.finish("b")
+    if how.startswith("retired"):
+        rig.guard.retire([4])
+    rig.start("d")
+    if how in ("taken-over", "retired-and-reused"):
+        rig.allocate("d", 4)
+    assert rig.adopt("c", ("k", 4)) == 1
+    (violation,) = [violation for violation in rig.run("c", "d").violations if violation.request == "c"]
+    assert violation.kind is (Kind.VACANT_PAGE if how == "retired" else Kind.STALE_PAGE)
+    assert violation.expected_tag == former != violation.found_tag
+
+
+def test_a_hit_that_nobody_ever_published_expects_what_no_page_has(rig: Rig) -> None:
+    """Let through for lack of a control plane, it is flagged on a page that is in order for its holder."""
+    assert rig.adopt("c", ("never", 4)) == 1
+    (violation,) = rig.run("a", "b", "c").violations
+    assert (violation.request, violation.kind) == ("c", Kind.STALE_PAGE)
+    assert violation.expected_tag not in {rig.guard._books.tables[0].tag(page) for page in range(32)}

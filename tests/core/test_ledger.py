@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import hypothesis.strategies as st
 from hypothesis import example, given, settings
 
@@ -22,8 +25,8 @@ operation = st.one_of(
 )
 
 
-def model_apply(columns: Columns, what: str, first: int, second: int, tag: int) -> list[int] | None:
-    """The operation on the plain list; returns the pages that it took out, None if it takes none out."""
+def model_apply(columns: Columns, what: str, first: int, second: int, tag: int) -> list[tuple[int, int]] | None:
+    """The operation on the plain list; returns what it took out, as (page, tag), None if it takes none out."""
     if what == "append":
         columns.append((first, tag))
     elif what == "skip":
@@ -32,11 +35,11 @@ def model_apply(columns: Columns, what: str, first: int, second: int, tag: int) 
         columns.extend([None] * (first + 1 - len(columns)))
         columns[first] = (second, tag)
     elif what == "drop":
-        out = [entry[0] for entry in columns[first:second] if entry is not None]
+        out = [entry for entry in columns[first:second] if entry is not None]
         columns[first:second] = [None] * len(columns[first:second])
         return out
     elif what == "truncate":
-        out = [entry[0] for entry in columns[first:] if entry is not None]
+        out = [entry for entry in columns[first:] if entry is not None]
         del columns[first:]
         return out
     else:
@@ -44,7 +47,7 @@ def model_apply(columns: Columns, what: str, first: int, second: int, tag: int) 
     return None
 
 
-def ledger_apply(ledger: Ledger, what: str, first: int, second: int, tag: int) -> list[int] | None:
+def ledger_apply(ledger: Ledger, what: str, first: int, second: int, tag: int) -> list[tuple[int, int]] | None:
     """The same operation on the ledger."""
     if what == "append":
         ledger.append(first, tag)
@@ -109,3 +112,49 @@ def test_the_digest_depends_on_key_column_and_tag() -> None:
         ledger.append(3, tag)
         digests.add(ledger.digest)
     assert len(digests) == 4
+
+
+class CountingList(list[int]):
+    """A list that counts the entries that are read or walked over."""
+
+    reads = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        found = super().__getitem__(index)
+        self.reads += len(found) if isinstance(index, slice) else 1
+        return found
+
+    def __iter__(self) -> Iterator[int]:
+        self.reads += len(self)
+        return super().__iter__()
+
+
+def counted_ledger(columns: int) -> tuple[Ledger, CountingList]:
+    """A ledger of live columns whose tags count how often they are read."""
+    ledger = Ledger(KEY)
+    for column in range(columns):
+        ledger.append(column, column + 1)
+    tags = ledger._tags = CountingList(ledger._tags)
+    return ledger, tags
+
+
+def test_a_window_that_always_drops_from_column_0_costs_what_it_drops() -> None:
+    """Two thousand moves of a window over a long request, each told as [0, stop), read each column a few times."""
+    ledger, tags = counted_ledger(4_000)
+    for stop in range(1, 2_001):
+        assert ledger.drop(0, stop) == [(stop - 1, stop)]
+    assert ledger.extents == [(2_000, 4_000)]
+    assert tags.reads <= 8 * 2_000
+
+
+def test_a_drop_in_the_middle_of_a_long_ledger_costs_what_it_drops() -> None:
+    """A gap in the middle of 100,000 columns, and the cut of the tail behind it, do not walk the ledger."""
+    ledger, tags = counted_ledger(100_000)
+    assert ledger.drop(50_000, 50_010) == [(column, column + 1) for column in range(50_000, 50_010)]
+    assert ledger.extents == [(0, 50_000), (50_010, 100_000)]
+    assert ledger.truncate(99_990) == [(column, column + 1) for column in range(99_990, 100_000)]
+    assert ledger.drop(49_995, 50_020) == [
+        (column, column + 1) for column in (*range(49_995, 50_000), *range(50_010, 50_020))
+    ]
+    assert ledger.extents == [(0, 49_995), (50_020, 99_990)]
+    assert tags.reads <= 8 * 35

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 
 from kvguard.page_table import PageState, PageTable, Promise
@@ -194,3 +196,48 @@ def test_the_recorder_keeps_the_last_events_of_each_page(depth: int) -> None:
     whole = [(2, "retired", tags[2], "r2"), (3, "allocated", tags[3], "r3"), (3, "retired", tags[3], "r3")]
     assert events == whole[: depth and 3]
     assert recorder.history("main", 2).events == () and recorder.history("other", 1).events == ()
+
+
+def test_a_page_remembers_its_last_publication_with_the_tag_that_it_had() -> None:
+    """Retired, taken over or revoked, the page answers what its last key promised; every other key gets a new tag."""
+    ways: tuple[Callable[[PageTable], object], ...] = (
+        lambda table: table.retire(1, "a"),
+        lambda table: table.allocate(1, "b"),
+        lambda table: table.revoke(1),
+    )
+    for move_on in ways:
+        table = new_table()
+        tag = table.allocate(1, "a")
+        table.publish(1, "key", None, "a")
+        assert table.promised_tag(1, "key") == tag
+        move_on(table)
+        assert table.promised_tag(1, "key") == tag != table.tag(1)
+        unknown = {table.promised_tag(1, "other"), table.promised_tag(1, None), table.promised_tag(2, "key")}
+        assert len(unknown) == 3 and unknown.isdisjoint({tag, table.tag(1), VACANT})
+        assert table.allocate(2, "c") not in unknown
+
+
+def test_only_one_former_publication_is_remembered() -> None:
+    """The one before the last is forgotten: it then promises nothing that any page could meet."""
+    table = new_table()
+    tags = []
+    for key in ("old", "new"):
+        tags.append(table.allocate(1, "a"))
+        table.publish(1, key, None, "a")
+        table.retire(1, "a")
+    assert table.promised_tag(1, "new") == tags[1]
+    assert table.promised_tag(1, "old") not in tags
+
+
+def test_revoking_keeps_holders_and_owner_and_ends_the_publication() -> None:
+    """A fresh tag that goes to the device; the open promise comes back to whoever must break it."""
+    table = new_table()
+    tag = table.allocate(1, "a")
+    table.adopt(1, "b")
+    promise = promise_of(table, 1)
+    table.publish(1, "key", promise, "a")
+    table.changes = {}
+    assert table.revoke(1) is promise
+    record = table.record(1)
+    assert (record.holders, record.owner, record.publication, record.promise) == ({"a", "b"}, "a", None, None)
+    assert table.changes == {1: record.tag} and record.tag not in (tag, VACANT)

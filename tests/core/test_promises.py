@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from kvguard.guard import UsageError
 from kvguard.messages import Verdicts
 from kvguard.page_table import PageState
+from kvguard.pools import PoolSpec
 from kvguard.violation import Kind
-from tests.core.support import Rig, aborted, flag, kinds, promised
+from tests.core.support import MAIN, Rig, aborted, flag, kinds, promised
 
 
 def test_adopting_in_the_step_of_the_writer_is_healthy() -> None:
@@ -122,19 +124,80 @@ def test_a_writer_that_leaves_before_its_step_ran_leaves_its_adopters_unproven(l
     assert rig.guard.adopt("d", [("k0", 1)]) == 0, "the publication is gone with the promise"
 
 
-def test_a_condemned_request_keeps_no_promise() -> None:
-    """Published after its violation and before the engine ended it, a page of a neutralised row is never complete."""
+def test_publishing_by_a_condemned_writer_is_refused() -> None:
+    """After its violation and before the engine ended it, nothing of it enters the cache; that is no new violation."""
     rig = Rig()
     rig.start("w", "b")
     rig.allocate("w", 1, 2)
+    assert rig.run("w").clean
+    assert rig.guard.publish("w", 0, "k0")
     flag(rig, "w")
     assert rig.run("w").withheld == {"w"}
-    rig.guard.publish("w", 0, "k")
-    rig.adopt("b", ("k", 1))
-    judgement = rig.run("w", "b")
-    assert judgement.withheld == {"w"} and judgement.evict == (("main", 1),)
-    assert rig.guard.page_state(1) is PageState.ALLOCATED
-    assert kinds(rig.run("b")) == {"b": Kind.WRITER_NEVER_RAN}
+    assert not rig.guard.publish("w", 0, "k0") and not rig.guard.publish("w", 1, "k1")
+    assert rig.guard.page_state(2) is PageState.ALLOCATED
+    assert len(rig.guard.violations) == 1
+
+
+def test_a_writer_that_was_only_observed_may_publish_but_keeps_no_promise() -> None:
+    """It goes on as if unguarded, so it is answered so; what it has written since is not known to be whole."""
+    rig = Rig(on_violation="observe")
+    rig.start("w", "b")
+    rig.allocate("w", 1, 2, 3)
+    assert rig.run("w", ends={"w": 4}).clean
+    flag(rig, "w")
+    assert kinds(rig.run("w", ends={"w": 8})) == {"w": Kind.VACANT_PAGE}
+    rig.write("w", 2, 3)
+    for column in (0, 1):
+        assert rig.guard.publish("w", column, column)
+        assert rig.guard.page_state(column + 1) is PageState.PROMISED
+    rig.run("w")
+    assert rig.guard.page_state(1) is rig.guard.page_state(2) is PageState.ALLOCATED
+    assert rig.guard.publish("w", 1, "again")
+    assert rig.guard.page_state(2) is PageState.PROMISED, "nothing more was verified of it"
+
+
+@pytest.mark.parametrize("tokens", [3, 4, 6])
+def test_in_a_pool_without_page_size_the_publisher_says_when_the_page_is_complete(tokens: int) -> None:
+    """The state of a recurrent layer is complete at a length that only the engine knows; without it the call fails."""
+    state = PoolSpec(name="state", num_pages=8, page_size=None)
+    rig = Rig(MAIN, state)
+    rig.start("w", "b")
+    rig.allocate("w", 1, 2)
+    rig.allocate("w", 5, pool="state")
+    with pytest.raises(UsageError):
+        rig.guard.publish("w", 0, "k", pool="state")
+    assert rig.guard.page_state(5, pool="state") is PageState.ALLOCATED
+    assert rig.run("w", ends={"w": 3}).clean
+    assert rig.guard.publish("w", 0, "k", pool="state", tokens=tokens)
+    complete = tokens <= 3
+    assert rig.guard.page_state(5, pool="state") is (PageState.COMPLETE if complete else PageState.PROMISED)
+    assert rig.run("w", ends={"w": 5}).clean
+    complete = tokens <= 5
+    assert rig.guard.page_state(5, pool="state") is (PageState.COMPLETE if complete else PageState.PROMISED)
+    assert rig.run("w", ends={"w": 6}).clean
+    assert rig.guard.page_state(5, pool="state") is PageState.COMPLETE
+
+
+def test_a_page_may_be_published_for_less_than_all_its_tokens() -> None:
+    """`tokens` counts in a pool with a page size, too: a partly filled page is complete once those are written."""
+    rig = Rig()
+    rig.start("w")
+    rig.allocate("w", 1, 2)
+    assert rig.guard.publish("w", 1, "k", tokens=6)
+    assert rig.run("w", ends={"w": 5}).clean
+    assert rig.guard.page_state(2) is PageState.PROMISED
+    assert rig.run("w", ends={"w": 6}).clean
+    assert rig.guard.page_state(2) is PageState.COMPLETE
+
+
+def test_publishing_a_complete_page_again_under_its_key_changes_nothing() -> None:
+    """An adopter that computed nothing itself publishes the prefix that it found: the page stays complete."""
+    rig = promised()
+    assert rig.run("w").clean
+    assert rig.guard.publish("b", 0, "k0")
+    assert rig.guard.page_state(1) is PageState.COMPLETE
+    assert rig.guard.publish("b", 0, "other key")
+    assert rig.guard.page_state(1) is PageState.PROMISED
 
 
 def test_unpublishing_keeps_the_promise_for_those_who_trust_it() -> None:

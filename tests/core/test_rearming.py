@@ -9,8 +9,11 @@ import structlog
 from kvguard.adapters.generic import PagedGuard
 from kvguard.config import GuardConfig
 from kvguard.judge import Judgement
+from kvguard.page_table import PageState
 from kvguard.pools import PoolSpec
 from kvguard.verifier import PoolInputs
+from kvguard.violation import Kind
+from tests.core.support import Rig, aborted, flag, kinds
 
 SPEC = PoolSpec(num_pages=16, page_size=4)
 
@@ -78,3 +81,43 @@ def test_a_log_pipeline_that_raises_costs_no_abort(capsys: pytest.CaptureFixture
         structlog.reset_defaults()
     assert [abort.request for abort in judgement.aborts] == ["a"] and guard.health().armed
     assert "disk of the log shipper" in capsys.readouterr().err
+
+
+def test_what_a_writer_publishes_after_it_was_only_observed_binds_its_adopters() -> None:
+    """Armed again, the guard does not take the word of a writer whose earlier step was let through unproven."""
+    rig = Rig(breaker_violations=1, breaker_action="observe")
+    rig.start("w", "reader")
+    rig.allocate("w", 1, 2, 3)
+    assert rig.run("w", ends={"w": 8}).clean
+    assert rig.guard.retire([9]).refused == [9], "trips the breaker"
+    flag(rig, "w")
+    observed = rig.run("w", ends={"w": 9})
+    assert observed.violations and not observed.withheld
+    rig.guard.reset()
+    rig.write("w", 2, 3)
+    assert rig.guard.publish("w", 1, "k")
+    assert rig.guard.page_state(2) is PageState.PROMISED
+    assert rig.adopt("reader", ("k", 2)) == 1
+    assert rig.run("w").clean
+    judgement = rig.run("reader")
+    assert kinds(judgement) == {"reader": Kind.WRITER_NEVER_RAN}
+    assert judgement.withheld == aborted(judgement) == {"reader"}
+
+
+def test_a_preempted_writer_starts_afresh_after_it_was_only_observed() -> None:
+    """All its pages are computed again: what it publishes then is as good as anybody's."""
+    rig = Rig(breaker_violations=1, breaker_action="observe")
+    rig.start("w")
+    rig.allocate("w", 1)
+    assert rig.guard.retire([9]).refused == [9]
+    flag(rig, "w")
+    assert rig.run("w").violations
+    rig.guard.reset()
+    rig.guard.preempt("w")
+    rig.guard.retire([1])
+    rig.guard.resume("w")
+    rig.columns.clear()
+    rig.allocate("w", 1)
+    assert rig.run("w").clean
+    assert rig.guard.publish("w", 0, "k")
+    assert rig.guard.page_state(1) is PageState.COMPLETE

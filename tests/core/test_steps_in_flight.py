@@ -265,3 +265,134 @@ def test_taking_a_promised_page_back_breaks_the_promise() -> None:
     rig.guard.retire([1])
     assert rig.guard.page_state(1) is PageState.VACANT
     assert set(kinds(rig.run("c")).values()) == {Kind.WRITER_NEVER_RAN}
+
+
+def test_rewind_keeps_the_progress_of_a_later_step_in_flight() -> None:
+    """One of 5 tokens was rejected; the step launched behind it, to 9, writes up to 8: column 1 is complete then."""
+    rig = Rig()
+    rig.start("a")
+    rig.allocate("a", 1, 2, 3)
+    first, second = rig.launch("a", ends={"a": 5}), rig.launch("a", ends={"a": 9})
+    assert rig.judge(first).clean
+    rig.guard.rewind("a", 4)
+    assert rig.judge(second).clean
+    assert rig.guard.publish("a", 1, "k1") and rig.guard.publish("a", 2, "k2", tokens=9)
+    assert rig.guard.page_state(2) is PageState.COMPLETE
+    assert rig.guard.page_state(3) is PageState.PROMISED, "the ninth token was never written"
+
+
+def test_a_page_that_is_complete_after_a_rewind_is_published_as_such_at_once() -> None:
+    """8 of 9 tokens are confirmed while the next step is in flight: column 1 at page size 4 is complete."""
+    rig = Rig()
+    rig.start("a")
+    rig.allocate("a", 1, 2, 3)
+    first, second = rig.launch("a", ends={"a": 9}), rig.launch("a", ends={"a": 12})
+    assert rig.judge(first).clean
+    rig.guard.rewind("a", 8)
+    assert rig.guard.publish("a", 1, "k1") and rig.guard.publish("a", 2, "k2", tokens=11)
+    assert rig.guard.page_state(2) is PageState.COMPLETE
+    assert rig.guard.page_state(3) is PageState.PROMISED
+    assert rig.judge(second).clean
+    assert rig.guard.page_state(3) is PageState.COMPLETE, "the step in flight wrote its eleventh token"
+
+
+def test_two_rewinds_shift_a_step_in_flight_twice() -> None:
+    """Each takes away what it rejects of what is verified; one that rejects nothing of it caps what is in flight."""
+    rig = Rig()
+    rig.start("a")
+    rig.allocate("a", 1, 2, 3)
+    first, second = rig.launch("a", ends={"a": 8}), rig.launch("a", ends={"a": 12})
+    assert rig.judge(first).clean
+    rig.guard.rewind("a", 7)
+    rig.guard.rewind("a", 6)
+    assert rig.judge(second).clean
+    assert rig.guard.publish("a", 2, "ten", tokens=10)
+    assert rig.guard.page_state(3) is PageState.COMPLETE
+    assert rig.guard.publish("a", 2, "eleven", tokens=11)
+    assert rig.guard.page_state(3) is PageState.PROMISED
+    third = rig.launch("a", ends={"a": 12})
+    rig.guard.rewind("a", 11)
+    assert rig.judge(third).clean
+    assert rig.guard.publish("a", 2, "twelve")
+    assert rig.guard.page_state(3) is PageState.PROMISED
+
+
+def test_rewind_leaves_steps_of_a_former_life_and_of_others_alone() -> None:
+    """Only steps of this request since it was last preempted ran behind the rejected tokens."""
+    rig = Rig()
+    rig.start("a", "b")
+    rig.allocate("a", 1, 2)
+    rig.allocate("b", 3, 4)
+    assert rig.run("a", "b").clean
+    pending = rig.launch("a", "b")
+    ends = rig.guard._books.pending[pending.step].ends
+    rig.guard.rewind("b", 6)
+    assert ends.tolist() == [8, 6]
+    rig.guard.preempt("a")
+    rig.guard.rewind("a", 2)
+    assert ends.tolist() == [8, 6]
+    assert rig.judge(pending).clean
+
+
+def test_rewind_takes_back_promises_that_a_step_in_flight_would_keep() -> None:
+    """The tokens past the confirmed length are other ones than those that were promised, though a step writes there."""
+    rig = promised()
+    assert rig.run("w", ends={"w": 5}).clean
+    pending = rig.launch("w", "b", ends={"w": 9})
+    rig.guard.rewind("w", 4)
+    judgement = rig.judge(pending)
+    assert kinds(judgement) == {"b": Kind.WRITER_NEVER_RAN}
+    assert rig.guard.page_state(1) is PageState.COMPLETE
+    assert rig.guard.page_state(2) is PageState.ALLOCATED
+
+
+@pytest.mark.parametrize("later", [1, 2])
+def test_abandoning_a_step_withholds_the_later_steps_of_its_requests(later: int) -> None:
+    """They read what the failed forward did not write; steps of other requests are judged as ever."""
+    rig = Rig()
+    rig.start("a", "b")
+    rig.allocate("a", 1, 2, 3)
+    rig.allocate("b", 4)
+    failed = rig.launch("a", ends={"a": 4})
+    behind = [rig.launch("a", "b", ends={"a": 8 + 4 * index}) for index in range(later)]
+    assert rig.guard.abandon(failed.step) == ["a"]
+    judgement = rig.judge(behind[0])
+    (violation,) = judgement.violations
+    assert (violation.request, violation.kind) == ("a", Kind.WRITER_NEVER_RAN)
+    assert f"step {failed.step} of this request was abandoned" in violation.detail
+    assert judgement.withheld == aborted(judgement) == {"a"}
+    for pending in behind[1:]:
+        assert rig.judge(pending).withheld == {"a"}
+
+
+def test_abandoning_a_step_leaves_earlier_steps_and_later_lives_alone() -> None:
+    """What ran before it was written, and a request that was preempted since starts over."""
+    rig = Rig()
+    rig.start("a", "b")
+    rig.allocate("a", 1, 2)
+    rig.allocate("b", 3, 4)
+    first = rig.launch("a", "b", ends={"a": 4})
+    second = rig.launch("a", "b")
+    rig.guard.preempt("b")
+    rig.guard.retire([3, 4])
+    rig.guard.resume("b")
+    rig.columns["b", "main"] = 0
+    rig.allocate("b", 5)
+    third = rig.launch("b")
+    assert rig.guard.abandon(second.step) == ["a", "b"]
+    assert rig.judge(first).clean and rig.judge(third).clean
+    assert rig.run("a", "b").clean
+
+
+def test_what_an_abandoned_step_was_to_write_is_no_longer_on_its_way() -> None:
+    """With nothing else in flight the request's scheduled length falls back to the verified one."""
+    rig = Rig()
+    rig.start("a")
+    rig.allocate("a", 1, 2, 3)
+    assert rig.run("a", ends={"a": 4}).clean
+    slot = rig.guard._books.state("a").slot
+    second, third = rig.launch("a", ends={"a": 8}), rig.launch("a", ends={"a": 12})
+    rig.guard.abandon(third.step)
+    assert rig.guard._books.rows.scheduled[slot] == 12, "a step is in flight"
+    rig.guard.abandon(second.step)
+    assert rig.guard._books.rows.scheduled[slot] == 4
