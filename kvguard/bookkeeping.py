@@ -101,8 +101,11 @@ class BookKeeping:
                 if table.tag(page) == ledger.tag(column) and table.record(page).holders == {request}:
                     table.unpublish(page)
 
-    def _move_back(self, state: RequestState, tokens: int) -> None:
-        """The verified length becomes `tokens` at most; steps in flight move by what that takes away."""
+    def _move_back(self, state: RequestState, tokens: int, *, cut: bool = False) -> None:
+        """The verified length becomes `tokens` at most; steps in flight move by what that takes away.
+
+        `cut`: the pages past `tokens` are given up, so that nothing in flight counts past it.
+        """
         rows, slot = self._books.rows, state.slot
         rejected = max(0, int(rows.computed[slot]) - tokens)
         rows.computed[slot] = min(int(rows.computed[slot]), tokens)
@@ -111,10 +114,8 @@ class BookKeeping:
             for row in pending.rows_of(state):
                 if int(pending.incarnations[row]) != state.incarnation:
                     continue
-                if rejected:
-                    pending.ends[row] = max(0, int(pending.ends[row]) - rejected)
-                else:
-                    pending.ends[row] = min(int(pending.ends[row]), tokens)
+                end = int(pending.ends[row]) - rejected
+                pending.ends[row] = max(0, min(end, tokens) if cut or not rejected else end)
                 rows.scheduled[slot] = max(int(rows.scheduled[slot]), int(pending.ends[row]))
 
     def _open_promises(self, state: RequestState) -> list[Promise]:
@@ -328,7 +329,7 @@ class BookKeeping:
         cut = state.ledgers[index].truncate(columns)
         size = books.tables[index].spec.page_size
         if size is not None and int(books.rows.scheduled[state.slot]) > columns * size:
-            self._move_back(state, columns * size)
+            self._move_back(state, columns * size, cut=True)
         return self._give_up(state, index, cut)
 
     def _give_up(self, state: RequestState, index: int, cut: list[tuple[int, int]]) -> list[int]:

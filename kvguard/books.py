@@ -45,7 +45,7 @@ def page_ids(pages: Sequence[int]) -> Sequence[int]:
 
     Tensors are refused rather than converted: reading one from a device would wait for the device.
     """
-    if len(pages) == 0 or type(pages[0]) is int:
+    if all(type(page) is int for page in pages):
         return pages
     if isinstance(pages, np.ndarray) and np.issubdtype(pages.dtype, np.integer):
         listed: list[int] = pages.tolist()

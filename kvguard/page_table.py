@@ -157,9 +157,9 @@ class PageTable:
     def allocate(self, page: int, request: str) -> int:
         """Hand the page to a request under a fresh tag; earlier holders keep their now outdated ledgers."""
         record = self.record(page)
+        self._end_publication(record)
         record.tag = self.changes[page] = self._tags.take()
         record.owner, record.holders, record.was_used = request, {request}, True
-        self._end_publication(record)
         record.reset_free = False
         self._note(page, "allocated", record.tag, request)
         return record.tag

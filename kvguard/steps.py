@@ -105,7 +105,7 @@ def _check_dependencies(pending: PendingStep, row: int, state: RequestState) -> 
         if promise.kept:
             continue
         still_open.append(promise)
-        if promise.kept is False or promise.step is None:
+        if promise.kept is False or promise.step is None or promise.writer.stalled:
             pending.suspects.setdefault(row, never_ran(promise))
         else:
             pending.waiting.append((row, promise))

@@ -60,7 +60,7 @@ def describe_scheduler(scheduler: Any) -> tuple[PoolSpec, ...]:
         "kv_cache_group_id",
     )
     parallel = getattr(getattr(scheduler, "vllm_config", None), "parallel_config", None)
-    kinds = ("pipeline", "data", "decode_context", "prefill_context")
+    kinds = ("tensor", "pipeline", "data", "decode_context", "prefill_context")
     for name in (f"{kind}_parallel_size" for kind in kinds):
         if getattr(parallel, name, 1) > 1:
             raise _refuse(f"{name} = {getattr(parallel, name)} is not covered")

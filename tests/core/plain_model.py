@@ -319,8 +319,9 @@ class PlainModel:
             request["promises"] = [promise for promise in request["promises"] if promise["need"] > row["end"]]
         for row in rows:
             trusts = row["request"]["trusts"] = [p for p in row["request"]["trusts"] if p["kept"] is not True]
-            row["bad"] |= any(promise["kept"] is False or promise["step"] is None for promise in trusts)
-            row["trusted"] = [promise for promise in trusts if promise["kept"] is None and promise["step"] is not None]
+            lost = [p for p in trusts if p["kept"] is False or p["step"] is None or p["writer"]["stalled"]]
+            row["bad"] |= bool(lost)
+            row["trusted"] = [promise for promise in trusts if promise not in lost and promise["kept"] is None]
         self.steps.append({"number": self.step_number, "rows": rows})
 
     def abandon(self, number: int) -> list[str]:

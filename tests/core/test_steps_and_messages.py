@@ -316,3 +316,18 @@ def test_a_fault_before_the_forward_follows_the_same_setting() -> None:
     with pytest.raises(GuardFault) as raised:
         guard.before_forward(["a"], [0], [4], {})
     assert raised.value.requests == ("a",)
+
+
+@pytest.mark.parametrize("on_violation", ["abort", "observe"])
+def test_rows_that_the_device_flagged_before_the_guard_failed_do_not_leave(on_violation: str) -> None:
+    """The kernel has neutralised them: their tokens are withheld and their requests ended, unless it only observed."""
+    guard, inputs = paged(on_violation=on_violation)
+    inputs.table[1, 0] = 9
+    first = guard.before_forward(["a"], [0], [4], inputs)
+    second = guard.before_forward(["a", "b"], [0, 1], [4, 4], inputs)
+    assert guard.after_forward(unchecked(first)).clean
+    assert not guard.health().armed
+    judgement = guard.after_forward(second)
+    flagged = {"b"} if on_violation == "abort" else set()
+    assert judgement.withheld == {abort.request for abort in judgement.aborts} == flagged
+    assert {violation.request for violation in judgement.violations} == flagged
