@@ -141,14 +141,14 @@ def test_the_wheel_holds_what_the_tree_holds(built: Path, project: Path) -> None
 
 @pytest.mark.slow
 def test_the_wheel_declares_the_command_line(built: Path) -> None:
-    """The wheel declares the kvguard script, the campaign command, and no engine plug-in before there is one."""
+    """The wheel declares the kvguard script, the campaign command, the vLLM plug-in, and none for SGLang yet."""
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         declared = archive.read(name).decode()
     assert "kvguard = kvguard.cli:main" in declared
     assert "[kvguard.commands]\ncampaign = kvguard.fault_injection.cli:campaign" in declared
-    assert "vllm" not in declared and "sglang" not in declared
+    assert "kvguard.adapters.vllm.plugin:register" in declared and "sglang" not in declared
 
 
 @pytest.mark.slow
