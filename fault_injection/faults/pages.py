@@ -123,13 +123,11 @@ class PageFault:
 
 
 @dataclass(frozen=True, kw_only=True)
-class UseAfterFree(PageFault):
-    """A page is freed under a running request and is the next to be handed out, in this very step."""
+class FreedUnderUsers(PageFault):
+    """Base: the engine's own free path runs for a page in use. `reused`: somebody takes the page in this very step."""
 
-    name: ClassVar[str] = "use-after-free"
-    summary: ClassVar[str] = "page freed under a running request and handed to another"
     reaches_control_plane: ClassVar[bool] = True
-    needs_arrival: ClassVar[bool] = True
+    reused: ClassVar[bool]
 
     def inject(self) -> Injection | None:
         picked = _pick(self._rng(), self.target)
@@ -138,11 +136,11 @@ class UseAfterFree(PageFault):
         request, column = picked
         page = request.pages[column]
         victims = self.target.users(page)
-        if not _someone_takes_a_page(self.target, victims):
+        if self.reused and not _someone_takes_a_page(self.target, victims):
             return None
         self.target.free_under_users(page)
         freed = self.target.is_free(page)
-        if freed:
+        if freed and self.reused:
             self.target.make_next(page)
         return Injection(
             victims=victims,
@@ -150,7 +148,8 @@ class UseAfterFree(PageFault):
             column=column,
             live_when=lambda scheduled: freed and bool(scheduled & set(victims)),
             affected=_readers_but_the_taker(self.target, page, victims),
-            description=f"page {page} freed under {', '.join(victims)} and next to be handed out",
+            description=f"page {page} freed under {', '.join(victims)}"
+            + (" and next to be handed out" if self.reused else ""),
         )
 
     def undo(self, injection: Injection) -> None:
@@ -158,33 +157,22 @@ class UseAfterFree(PageFault):
 
 
 @dataclass(frozen=True, kw_only=True)
-class FreedNotReused(PageFault):
+class UseAfterFree(FreedUnderUsers):
+    """A page is freed under a running request and is the next to be handed out, in this very step."""
+
+    name: ClassVar[str] = "use-after-free"
+    summary: ClassVar[str] = "page freed under a running request and handed to another"
+    needs_arrival: ClassVar[bool] = True
+    reused: ClassVar[bool] = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class FreedNotReused(FreedUnderUsers):
     """A page is freed under a running request and stays at the end of the free list."""
 
     name: ClassVar[str] = "freed-not-reused"
     summary: ClassVar[str] = "page freed under a running request, not handed out yet"
-    reaches_control_plane: ClassVar[bool] = True
-
-    def inject(self) -> Injection | None:
-        picked = _pick(self._rng(), self.target)
-        if picked is None:
-            return None
-        request, column = picked
-        page = request.pages[column]
-        victims = self.target.users(page)
-        self.target.free_under_users(page)
-        freed = self.target.is_free(page)
-        return Injection(
-            victims=victims,
-            page=page,
-            column=column,
-            live_when=lambda scheduled: freed and bool(scheduled & set(victims)),
-            affected=_readers_but_the_taker(self.target, page, victims),
-            description=f"page {page} freed under {', '.join(victims)}",
-        )
-
-    def undo(self, injection: Injection) -> None:
-        self.target.unlist(injection.page)
+    reused: ClassVar[bool] = False
 
 
 @dataclass(frozen=True, kw_only=True)
