@@ -76,7 +76,8 @@ class TinyEngine:
             **options,
         }
         self._llm = LLM(str(folder), **settings)
-        core = self._llm.llm_engine.engine_core.engine_core
+        self.llm_engine = self._llm.llm_engine
+        core = self.llm_engine.engine_core.engine_core
         self.scheduler = core.scheduler
         self.runner = core.model_executor.driver_worker.worker.model_runner
         self.pool = self.scheduler.kv_cache_manager.block_pool
