@@ -88,9 +88,9 @@ class BookKeeping:
         books = self._books
         state = books.state(request)
         self._move_back(state, tokens)
-        for promise in self._open_promises(state):
+        for promise in books.open_promises(state):
             if promise.need_tokens > tokens:
-                self._break(promise)
+                self._books.settle(promise, kept=False)
         state.promises = [promise for promise in state.promises if promise.kept is None]
         for table, ledger in zip(books.tables, state.ledgers, strict=True):
             size = table.spec.page_size
@@ -117,16 +117,6 @@ class BookKeeping:
                 end = int(pending.ends[row]) - rejected
                 pending.ends[row] = max(0, min(end, tokens) if cut or not rejected else end)
                 rows.scheduled[slot] = max(int(rows.scheduled[slot]), int(pending.ends[row]))
-
-    def _open_promises(self, state: RequestState) -> list[Promise]:
-        """Promises of this writer that are neither kept nor broken, scheduled or not."""
-        scheduled = [
-            promise
-            for pending in self._books.pending.values()
-            for _, promise in pending.promises
-            if promise.writer is state and promise.kept is None
-        ]
-        return scheduled + state.promises
 
     # -- pages ----------------------------------------------------------------------------------------------------
 
@@ -262,13 +252,7 @@ class BookKeeping:
     def _revoke(self, promise: Promise | None) -> None:
         """The page moved on: nobody will be scheduled to write it. A step in flight still keeps its promise."""
         if promise is not None and promise.step is None:
-            self._break(promise)
-
-    def _break(self, promise: Promise) -> None:
-        """Nobody will have written the page: whoever reads it on the strength of the promise is unproven."""
-        if promise.kept is None:
-            promise.kept = False
-            self._books.tables[self._books.pool_index[promise.pool]].settle(promise)
+            self._books.settle(promise, kept=False)
 
     def adopt(
         self,
@@ -290,8 +274,8 @@ class BookKeeping:
         table, state = books.tables[index], books.state(request)
         ledger = state.ledgers[index]
         accepted = 0
-        page_ids([page for _, page in hits])
-        for key, page in hits:
+        pages = page_ids([page for _, page in hits])
+        for (key, _), page in zip(hits, pages, strict=True):
             problem = table.problem_with_adoption(page, key)
             if problem is None and (table.spec.name, page) in books.quarantine and books.enforcing:
                 break
@@ -342,7 +326,7 @@ class BookKeeping:
         if gone:
             for promise in state.promises:
                 if promise.pool == table.spec.name and (promise.page, promise.tag) in gone:
-                    self._break(promise)
+                    self._books.settle(promise, kept=False)
             state.promises = [promise for promise in state.promises if promise.kept is None]
             self._stop_depending(state, table.spec.name, gone)
         books.rows.sync(state, index)
@@ -401,7 +385,7 @@ class BookKeeping:
                 promise = table.record(page).promise
                 table.unpublish(page)
                 if promise is not None and not promise.dependents:
-                    self._break(promise)
+                    self._books.settle(promise, kept=False)
 
     def reset(self, *, pool: str | None = None, revoke_held: bool = False) -> list[int]:
         """The engine emptied its prefix cache, slept, woke up or changed its weights.

@@ -23,6 +23,7 @@ from kvguard.telemetry import Counters, emit
 from kvguard.violation import Action, Kind, Proof, Violation
 
 if TYPE_CHECKING:
+    from kvguard.page_table import Promise
     from kvguard.steps import PendingStep
 
 RECENT_VIOLATIONS = 256
@@ -131,6 +132,22 @@ class Books:
         self.requests[request] = state
         return state
 
+    def open_promises(self, writer: RequestState) -> list[Promise]:
+        """Promises of this writer that are neither kept nor broken, scheduled or not."""
+        scheduled = [
+            promise
+            for pending in self.pending.values()
+            for _, promise in pending.promises
+            if promise.writer is writer and promise.kept is None
+        ]
+        return scheduled + writer.promises
+
+    def settle(self, promise: Promise, *, kept: bool) -> None:
+        """A promise is kept or broken, once; a broken one makes whoever reads the page on its strength unproven."""
+        if promise.kept is None:
+            promise.kept = kept
+            self.tables[self.pool_index[promise.pool]].settle(promise)
+
     def release_all(self, state: RequestState) -> None:
         """Forget what the request holds in every pool; its pages stay as they are."""
         for table, ledger in zip(self.tables, state.ledgers, strict=True):
@@ -139,8 +156,7 @@ class Books:
             ledger.clear()
         for promise in state.promises:
             # No step was scheduled that writes this page: whoever adopted it will be stopped before reading it.
-            promise.kept = False
-            self.tables[self.pool_index[promise.pool]].settle(promise)
+            self.settle(promise, kept=False)
         state.promises.clear()
         state.depends.clear()
 

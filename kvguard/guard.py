@@ -141,7 +141,7 @@ class Guard(BookKeeping):
         if pending is None:
             return []
         for _, promise in pending.promises:
-            self._break(promise)
+            books.settle(promise, kept=False)
         rows = books.rows
         detail = f"step {step} of this request was abandoned before it had written its part"
         for row, state in enumerate(pending.states):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ from kvguard.kernels.verify_pages.layout import (
     NOT_CHECKED,
 )
 from kvguard.messages import Verdicts
-from kvguard.page_table import Promise
 from kvguard.requests import RequestState
 from kvguard.steps import PendingStep, never_ran
 from kvguard.tags import VACANT
@@ -96,7 +94,7 @@ def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgem
     if not (flagged or pending.suspects or pending.condemned):
         _confirm(books, pending, None)
         for _, promise in pending.promises:
-            _settle(books, promise, kept=not promise.writer.stalled)
+            books.settle(promise, kept=not promise.writer.stalled)
         return Judgement(step=pending.step)
     return _judge_flagged(books, pending, verdicts, sorted({*flagged, *pending.suspects}))
 
@@ -111,12 +109,6 @@ def _confirm(books: Books, pending: PendingStep, unproven: set[int] | None) -> N
         good &= np.fromiter((not state.stalled for state in pending.states), bool, len(slots))
     slots, ends = slots[good], pending.ends[good]
     rows.computed[slots] = np.maximum(rows.computed[slots], ends)
-
-
-def _settle(books: Books, promise: Promise, *, kept: bool) -> None:
-    if promise.kept is None:
-        promise.kept = kept
-        books.tables[books.pool_index[promise.pool]].settle(promise)
 
 
 def _judge_flagged(books: Books, pending: PendingStep, verdicts: Verdicts, rows: list[int]) -> Judgement:
@@ -143,7 +135,7 @@ def _judge_flagged(books: Books, pending: PendingStep, verdicts: Verdicts, rows:
             pending.states[row].stalled = books.stalled = True
     _confirm(books, pending, unproven)
     for row, promise in pending.promises:
-        _settle(books, promise, kept=row not in unproven and not promise.writer.stalled)
+        books.settle(promise, kept=row not in unproven and not promise.writer.stalled)
         if promise.kept is False:
             evict.add((promise.pool, promise.page))
     if not pending.enforce:
@@ -288,23 +280,14 @@ def _abort(books: Books, state: RequestState, violation: Violation) -> Abort:
     )
 
 
-def _open_promises(books: Books, writer: RequestState) -> Iterable[Promise]:
-    """Every promise the writer has not kept yet, scheduled or not."""
-    yield from writer.promises
-    for pending in books.pending.values():
-        for _, promise in pending.promises:
-            if promise.writer is writer and promise.kept is None:
-                yield promise
-
-
 def _reads_promise(books: Books, dependent: RequestState, incarnation: int) -> bool:
     """Whether the adopter still has the promised page, or a step in flight that reads it."""
     if dependent.alive and dependent.incarnation == incarnation:
         return True
     return any(
-        other is dependent and int(pending.incarnations[row]) == incarnation
+        int(pending.incarnations[row]) == incarnation
         for pending in books.pending.values()
-        for row, other in enumerate(pending.states)
+        for row in pending.rows_of(dependent)
     )
 
 
@@ -320,8 +303,8 @@ def _condemn_dependents(
     chain = [(writer, cause)]
     while chain:
         writer, cause = chain.pop()
-        for promise in list(_open_promises(books, writer)):
-            _settle(books, promise, kept=False)
+        for promise in books.open_promises(writer):
+            books.settle(promise, kept=False)
             evict.add((promise.pool, promise.page))
             for dependent, incarnation in promise.dependents:
                 if dependent.condemned is not None or not _reads_promise(books, dependent, incarnation):
