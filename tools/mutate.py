@@ -139,7 +139,7 @@ def main(names: Sequence[str]) -> int:
     """Print the table; 0 if every mutation turned a test red."""
     chosen = [mutation for mutation in MUTATIONS if not names or any(name in mutation.name for name in names)]
     if not chosen:
-        print(f"usage: python tools/mutate.py [NAME ...]; no mutation has {' or '.join(names)} in its name", file=sys.stderr)
+        print(f"usage: mutate.py [NAME ...]; no mutation has {' or '.join(names)} in its name", file=sys.stderr)
         return 2
     outcomes = run_all(chosen)
     width = max((len(outcome.name) for outcome in outcomes), default=0)
