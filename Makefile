@@ -7,7 +7,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env campaign lint test test-core soak mutation wheel clean env-vllm test-vllm
+.PHONY: help env campaign lint test test-core soak mutation wheel clean env-vllm test-vllm models
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -44,6 +44,9 @@ clean: ## remove what was built, but neither .venv nor runs/
 
 env-vllm: ## build .venv-vllm: vLLM on the CPU with kvguard in it
 	@$(PYTHON) -m tools.make_engine_env vllm
+
+models: env-vllm ## download and prepare SmolLM2 as bf16 and INT4 checkpoints, in .cache/models
+	@.venv-vllm/bin/python -m tools.prepare_smollm2
 
 test-vllm: env-vllm ## the tests of the vLLM adapter, in .venv-vllm
 	.venv-vllm/bin/python -m pytest tests/vllm
