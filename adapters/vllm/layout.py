@@ -7,7 +7,28 @@ from typing import Any
 
 from kvguard.pools import PoolSpec
 
-COVERED_SPECS = ("FullAttentionSpec", "SlidingWindowSpec")
+COVERED_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec")
+"""KV cache groups whose blocks hold consecutive tokens, column by column."""
+
+COVERED_BACKENDS = {
+    "CPU_ATTN": "run",
+    "FLASH_ATTN": "read",
+    "TRITON_ATTN": "read",
+    "FLASHINFER": "read",
+    "FLASHMLA": "read",
+    "CUTLASS_MLA": "read",
+    "TRITON_MLA": "read",
+    "FLASH_ATTN_MLA": "read",
+    "FLASHINFER_MLA": "read",
+}
+"""Attention backends that read the block table which is checked, or an index made from it after the check; and how we
+know: `run` on this backend, or only `read` its source (vLLM 0.32.0)."""
+
+COVERED_SPECULATION = ("ngram", "suffix")
+"""Speculative methods without a drafter: nothing but the model itself touches the cache."""
+
+PARALLEL_KINDS = ("pipeline", "data", "decode_context", "prefill_context")
+"""Kinds of parallelism that are not covered. Tensor parallel is."""
 
 
 class Unsupported(RuntimeError):
@@ -26,10 +47,11 @@ def _refuse(what: str) -> Unsupported:
 
 
 def require(owner: Any, *names: str) -> None:
-    """Every name is an attribute of `owner`. Raises Unsupported."""
+    """Every name is an attribute of `owner`, an object or a class. Raises Unsupported."""
     missing = [name for name in names if not hasattr(owner, name)]
     if missing:
-        raise _refuse(f"{type(owner).__name__} has no {', '.join(missing)}")
+        kind = owner if isinstance(owner, type) else type(owner)
+        raise _refuse(f"{kind.__name__} has no {', '.join(missing)}")
 
 
 def require_parameters(function: Any, *names: str) -> None:
@@ -39,17 +61,17 @@ def require_parameters(function: Any, *names: str) -> None:
         raise _refuse(f"{getattr(function, '__qualname__', function)} takes {found}, expected {list(names)}")
 
 
-def describe_scheduler(scheduler: Any) -> tuple[PoolSpec, ...]:
-    """The pools of a Scheduler, one per KV cache group. Raises Unsupported for what is not covered."""
-    require(scheduler, "kv_cache_manager", "requests", "schedule", "update_from_output", "finish_requests")
-    manager = scheduler.kv_cache_manager
-    require(manager, "block_pool", "coordinator", "free", "get_computed_blocks", "reset_prefix_cache")
-    require(manager, "empty_kv_cache_blocks", "kv_cache_config")
-    pool = manager.block_pool
+def check_scheduler_shape(scheduler: Any, manager: Any, pool: Any, single: Any) -> None:
+    """The functions that the scheduler side wraps or calls; objects or their classes. Raises Unsupported."""
+    require(scheduler, "schedule", "update_from_output", "finish_requests")
+    require(manager, "free", "get_computed_blocks", "reset_prefix_cache", "pop_blocks_for_free")
     require(pool, "get_new_blocks", "free_blocks", "cache_full_blocks", "_maybe_evict_cached_block", "evict_blocks")
-    require(pool, "blocks", "null_block", "free_block_queue", "num_gpu_blocks", "cached_block_hash_to_block")
+    require_parameters(manager.free, "request")
+    require_parameters(manager.pop_blocks_for_free, "request")
+    require_parameters(manager.get_computed_blocks, "request")
     require_parameters(pool.get_new_blocks, "num_blocks")
     require_parameters(pool.free_blocks, "ordered_blocks")
+    require_parameters(pool._maybe_evict_cached_block, "block")
     require_parameters(
         pool.cache_full_blocks,
         "request",
@@ -59,11 +81,24 @@ def describe_scheduler(scheduler: Any) -> tuple[PoolSpec, ...]:
         "block_size",
         "kv_cache_group_id",
     )
-    parallel = getattr(getattr(scheduler, "vllm_config", None), "parallel_config", None)
-    kinds = ("tensor", "pipeline", "data", "decode_context", "prefill_context")
-    for name in (f"{kind}_parallel_size" for kind in kinds):
-        if getattr(parallel, name, 1) > 1:
-            raise _refuse(f"{name} = {getattr(parallel, name)} is not covered")
+    require_parameters(scheduler.update_from_output, "scheduler_output", "model_runner_output")
+    require_parameters(scheduler.finish_requests, "request_ids", "finished_status")
+    if hasattr(single, "_remove_blocks_in_range"):
+        require_parameters(single._remove_blocks_in_range, "request_id")
+
+
+def describe_scheduler(scheduler: Any) -> tuple[PoolSpec, ...]:
+    """The pools of a Scheduler, one per KV cache group. Raises Unsupported for what is not covered."""
+    require(scheduler, "kv_cache_manager", "requests")
+    manager = scheduler.kv_cache_manager
+    require(manager, "block_pool", "coordinator", "empty_kv_cache_blocks", "kv_cache_config")
+    require(manager.coordinator, "single_type_managers")
+    pool = manager.block_pool
+    require(pool, "blocks", "null_block", "free_block_queue", "num_gpu_blocks", "cached_block_hash_to_block")
+    for single in manager.coordinator.single_type_managers:
+        require(single, "req_to_blocks", "block_size")
+        check_scheduler_shape(scheduler, manager, pool, single)
+    check_configuration(getattr(scheduler, "vllm_config", None))
     groups = manager.kv_cache_config.kv_cache_groups
     specs = []
     for index, group in enumerate(groups):
@@ -83,15 +118,56 @@ def describe_scheduler(scheduler: Any) -> tuple[PoolSpec, ...]:
     return tuple(specs)
 
 
-def describe_tables_v1(runner: Any) -> list[Any]:
-    """The block tables of model runner V1, one per group. Raises Unsupported if they do not look as expected."""
-    require(runner, "input_batch", "_prepare_inputs", "sample_tokens", "execute_model")
+def check_configuration(config: Any) -> None:
+    """Parallelism and speculation of a VllmConfig. Raises Unsupported for what is not covered."""
+    parallel = getattr(config, "parallel_config", None)
+    for name in (f"{kind}_parallel_size" for kind in PARALLEL_KINDS):
+        if getattr(parallel, name, 1) > 1:
+            raise _refuse(f"{name} = {getattr(parallel, name)} is not covered")
+    speculation = getattr(config, "speculative_config", None)
+    method = getattr(speculation, "method", None)
+    if speculation is not None and method not in COVERED_SPECULATION:
+        raise _refuse(
+            f"speculative decoding with {method} is not covered: a drafter computes slots and reads the cache after "
+            f"the check; covered: {', '.join(COVERED_SPECULATION)}"
+        )
+
+
+def check_backends(runner: Any) -> None:
+    """The attention backends of a model runner are known to read the block table. Raises Unsupported."""
+    require(runner, "attn_groups")
+    for groups in runner.attn_groups:
+        for group in groups:
+            name = str(group.backend.get_name())
+            if name not in COVERED_BACKENDS:
+                raise _refuse(f"attention backend {name} is not covered; covered: {', '.join(COVERED_BACKENDS)}")
+
+
+def describe_tables_v1(runner: Any) -> list[int]:
+    """Tokens per block-table entry of model runner V1, one per group. Raises Unsupported for an unexpected layout."""
+    require(runner, "input_batch", "query_start_loc", "device")
+    require(runner.query_start_loc, "gpu")
     require(runner.input_batch, "block_table", "req_id_to_index", "num_reqs")
     tables = list(runner.input_batch.block_table.block_tables)
     for table in tables:
         require(table, "block_table", "slot_mapping", "block_size")
         require(table.block_table, "gpu")
         require(table.slot_mapping, "gpu")
-        if table.block_table.gpu.dim() != 2:
-            raise _refuse(f"a block table has {table.block_table.gpu.dim()} dimensions, expected 2")
-    return tables
+        _require_table(table.block_table.gpu)
+    return [int(table.block_size) for table in tables]
+
+
+def describe_tables_v2(runner: Any) -> list[int]:
+    """Tokens per block-table entry of model runner V2, one per group. Raises Unsupported for an unexpected layout."""
+    require(runner, "block_tables", "device")
+    require(runner.block_tables, "input_block_tables", "slot_mappings", "block_sizes")
+    if getattr(runner, "pcp_manager", None) is not None:
+        raise _refuse("prefill context parallel is not covered")
+    for table in runner.block_tables.input_block_tables:
+        _require_table(table)
+    return [int(size) for size in runner.block_tables.block_sizes]
+
+
+def _require_table(table: Any) -> None:
+    if table.dim() != 2 or str(table.dtype) not in ("torch.int32", "torch.int64"):
+        raise _refuse(f"a block table is {table.dtype} with {table.dim()} dimensions, expected int32 with 2")

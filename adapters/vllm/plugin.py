@@ -17,6 +17,7 @@ from typing import Any
 
 SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
 RUNNER_V1_MODULE = "vllm.v1.worker.gpu_model_runner"
+RUNNER_V2_MODULE = "vllm.v1.worker.gpu.model_runner"
 ATTACHED = "_kvguard_attached"
 
 
@@ -31,6 +32,7 @@ def register() -> None:
         return
     when_imported(SCHEDULER_MODULE, lambda module: _patch_init(module.Scheduler, _attach_scheduler))
     when_imported(RUNNER_V1_MODULE, lambda module: _patch_init(module.GPUModelRunner, _attach_runner_v1))
+    when_imported(RUNNER_V2_MODULE, lambda module: _patch_init(module.GPUModelRunner, _attach_runner_v2))
 
 
 def _patch_init(owner: Any, attach: Callable[[Any], None]) -> None:
@@ -68,8 +70,28 @@ def _attach_scheduler(scheduler: Any) -> None:
 def _attach_runner_v1(runner: Any) -> None:
     from kvguard.adapters.vllm.worker_side import WorkerSideV1
 
-    if getattr(runner, ATTACHED, None) is None:
-        runner._kvguard_attached = WorkerSideV1(runner)
+    _attach_worker(runner, WorkerSideV1)
+
+
+def _attach_runner_v2(runner: Any) -> None:
+    from kvguard.adapters.vllm.worker_side import WorkerSideV2
+
+    _attach_worker(runner, WorkerSideV2)
+
+
+def _attach_worker(runner: Any, side: Callable[[Any], Any]) -> None:
+    from kvguard.config import GuardConfig
+    from kvguard.telemetry import emit
+
+    if getattr(runner, ATTACHED, None) is not None:
+        return
+    try:
+        runner._kvguard_attached = side(runner)
+    except AttributeError as error:
+        config = GuardConfig.load()
+        emit("not_attached", severity="critical", reason=str(error), on_guard_error=config.on_guard_error)
+        if config.on_guard_error == "abort":
+            raise
 
 
 def when_imported(name: str, action: Callable[[ModuleType], None]) -> None:

@@ -12,38 +12,51 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from kvguard.adapters.vllm.verdicts import VerdictHandler
 from kvguard.config import GuardConfig
 from kvguard.guard import Guard, GuardHalt
-from kvguard.judge import Judgement
-from kvguard.messages import StepDelta, Verdicts
+from kvguard.messages import StepDelta
 from kvguard.pools import GuardSetup, PoolSpec
-from kvguard.telemetry import emit
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepPayload:
-    """What rides on a SchedulerOutput: the delta, and what a worker needs to make its Verifier of it."""
+    """What rides on a SchedulerOutput: the delta and, with the first step, what a worker needs for its Verifier."""
 
-    setup: GuardSetup
+    setup: GuardSetup | None
     delta: StepDelta
+
+
+class GuardFault(RuntimeError):
+    """A fault inside kvguard while `on_guard_error` is `abort`: the engine stops rather than serve unguarded."""
 
 
 class SchedulerSide:
     """One vLLM Scheduler's guard."""
 
-    def __init__(self, scheduler: Any, pools: tuple[PoolSpec, ...], config: GuardConfig) -> None:
-        self.guard = Guard(pools, config)
+    def __init__(
+        self,
+        scheduler: Any,
+        pools: tuple[PoolSpec, ...],
+        config: GuardConfig,
+        *,
+        proofs: frozenset[Proof] | None = None,
+    ) -> None:
+        """`proofs`: as in Guard, for fault campaigns alone."""
+        self.guard = Guard(pools, config, proofs=proofs)
         self._scheduler = scheduler
         manager = scheduler.kv_cache_manager
         self._block_pool = manager.block_pool
         self._groups = [spec.name for spec in pools]
         self._managers = list(manager.coordinator.single_type_managers)
+        self._verdicts = VerdictHandler(self.guard, scheduler, pools)
         self._columns: dict[str, list[int]] = {}
         self._group_of: dict[int, int] = {}
         self._fresh: set[int] = set()
-        self._published: list[tuple[str, int, int, Any]] = []
+        self._published: dict[str, list[tuple[int, int, Any]]] = {}
         self._key_in_pass: dict[int, Any] = {}
         self._wrap_pool()
         self._wrap_managers(manager)
@@ -93,7 +106,8 @@ class SchedulerSide:
             for column in range(num_cached_blocks, num_full_blocks):
                 key = blocks[column].block_hash
                 if key is not None:
-                    self._published.append((request.request_id, kv_cache_group_id, column, key))
+                    entry = (kv_cache_group_id, column, key)
+                    self._published.setdefault(request.request_id, []).append(entry)
                     self._key_in_pass[blocks[column].block_id] = key
             return result
 
@@ -124,6 +138,7 @@ class SchedulerSide:
         return guarded
 
     def _forget(self, request: str) -> None:
+        self._published.pop(request, None)
         if self._columns.pop(request, None) is not None:
             self.guard.finish(request)
 
@@ -179,25 +194,45 @@ class SchedulerSide:
         schedule, update = scheduler.schedule, scheduler.update_from_output
 
         def guarded_schedule(*args: Any, **kwargs: Any) -> Any:
+            self._require_armed()
             output = schedule(*args, **kwargs)
             if output.num_scheduled_tokens:
                 output._kvguard = self._shielded(lambda: self._payload(output))
+                self._require_armed()
             return output
 
         def guarded_update(output: Any, model_output: Any, *args: Any, **kwargs: Any) -> Any:
             payload = getattr(output, "_kvguard", None)
-            ended: dict[str, str] = {}
+            ended: list[tuple[Any, str]] = []
             if payload is not None:
-                judgement = self._shielded(lambda: self._judge(payload, model_output))
-                if judgement is not None:
-                    if judgement.halt:
-                        raise GuardHalt(judgement.violations[0])
-                    ended = self._abort(judgement)
+                ended = self._shielded(lambda: self._verdicts.act(payload.delta, model_output)) or []
+                if not self.guard.armed:
+                    self._require_armed()
+                    ended += self._verdicts.flagged_without_books(payload.delta, model_output)
             result = update(output, model_output, *args, **kwargs)
-            self._tell_clients(result, ended)
+            self._verdicts.tell_clients(result, ended)
             return result
 
         scheduler.schedule, scheduler.update_from_output = guarded_schedule, guarded_update
+        if hasattr(scheduler, "_handle_invalid_blocks"):
+            scheduler._handle_invalid_blocks = self._rewinding(scheduler._handle_invalid_blocks)
+
+    def _require_armed(self) -> None:
+        if not self.guard.armed and self.guard.config.on_guard_error == "abort":
+            raise GuardFault("kvguard has failed and on_guard_error is abort: nothing unproven may leave")
+
+    def _rewinding(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            # A connector could not load some blocks: their requests compute these tokens again.
+            affected = original(*args, **kwargs)
+            for name in affected or ():
+                request = self._scheduler.requests.get(name)
+                if request is not None and name in self._columns:
+                    tokens = request.num_computed_tokens
+                    self._shielded(partial(self.guard.rewind, name, tokens))
+            return affected
+
+        return guarded
 
     # -- blocks change hands --------------------------------------------------------------------------------------
 
@@ -226,6 +261,7 @@ class SchedulerSide:
         for block in blocks:
             if block.ref_cnt != 0 or block.is_null or block.block_hash is not None:
                 continue
+            self._fresh.discard(block.block_id)
             group = self._group_of.get(block.block_id)
             if group is None:
                 continue
@@ -261,26 +297,43 @@ class SchedulerSide:
     def _payload(self, output: Any) -> StepPayload:
         """One pass over the step's requests: new blocks into their ledgers, then the message for the workers."""
         requests = self._scheduler.requests
-        columns_of, managers = self._columns, self._managers
+        drafts = output.scheduled_spec_decode_tokens
         names = list(output.num_scheduled_tokens)
         ends = []
         for name in names:
-            columns = columns_of.get(name)
-            if columns is None:
-                self.guard.start(name)
-                columns = columns_of[name] = [0] * len(managers)
-            for group, manager in enumerate(managers):
-                blocks = manager.req_to_blocks.get(name, ())
-                if len(blocks) != columns[group]:
-                    self._learn(requests[name], group, blocks, columns)
-            ends.append(requests[name].num_computed_tokens)
+            request = requests[name]
+            self._catch_up(name, request)
+            # Drafted tokens may be rejected: what they write is not counted as computed.
+            ends.append(request.num_computed_tokens - (len(drafts.get(name, ())) if drafts else 0))
             if self._published:
-                self._publish(name)
-        self._fresh.clear()
-        self._published.clear()
+                self._publish(name, None)
+        if self._fresh or self._published:
+            self._catch_up_with_waiting(requests)
         self._key_in_pass.clear()
         delta = self.guard.step(names, [0] * len(names), ends)
-        return StepPayload(setup=self.guard.setup, delta=delta)
+        return StepPayload(setup=self.guard.setup if delta.step == 1 else None, delta=delta)
+
+    def _catch_up(self, name: str, request: Any) -> None:
+        """The request's blocks, as vLLM has them now, into its ledgers."""
+        columns = self._columns.get(name)
+        if columns is None:
+            self.guard.start(name)
+            columns = self._columns[name] = [0] * len(self._managers)
+        for group, manager in enumerate(self._managers):
+            blocks = manager.req_to_blocks.get(name, ())
+            if len(blocks) != columns[group]:
+                self._learn(request, group, blocks, columns)
+
+    def _catch_up_with_waiting(self, requests: Any) -> None:
+        """Requests that got blocks without being scheduled: a connector loads their KV first, and may publish it."""
+        holding = {name for manager in self._managers for name in manager.req_to_blocks}
+        for name in holding & requests.keys():
+            self._catch_up(name, requests[name])
+        for name in list(self._published):
+            if name in self._columns:
+                # Loaded before it was published: no step of this request has to write it.
+                self._publish(name, 0)
+        self._published.clear()
 
     def _learn(self, request: Any, group: int, blocks: Any, columns: list[int]) -> None:
         name, pool = request.request_id, self._groups[group]
@@ -317,53 +370,6 @@ class SchedulerSide:
         hashes = resolve_block_hashes(request.block_hashes, self._block_pool.hash_block_size, size)
         return make_block_hash_with_group_id(hashes[column], group) if column < len(hashes) else None
 
-    def _publish(self, name: str) -> None:
-        for request, group, column, key in self._published:
-            if request == name:
-                self.guard.publish(name, column, key, pool=self._groups[group])
-
-    def _judge(self, payload: StepPayload, model_output: Any) -> Judgement:
-        verdicts = getattr(model_output, "_kvguard", None)
-        if verdicts is None:
-            verdicts = Verdicts(step=payload.delta.step, records=None)
-        return self.guard.judge(verdicts)
-
-    def _abort(self, judgement: Judgement) -> dict[str, str]:
-        """End the requests, keep foreign blocks out of their frees; returns request -> message."""
-        from vllm.v1.request import RequestStatus
-
-        messages: dict[str, str] = {}
-        null_block = self._block_pool.null_block
-        for abort in judgement.aborts:
-            messages[abort.request] = abort.violation.message
-            for pool, pages in abort.foreign_pages.items():
-                blocks = self._managers[self._groups.index(pool)].req_to_blocks.get(abort.request, [])
-                for column, block in enumerate(blocks):
-                    if block.block_id in pages:
-                        blocks[column] = null_block
-        if judgement.evict:
-            self._block_pool.evict_blocks({page for _, page in judgement.evict})
-        if messages:
-            self._ended = self._scheduler.finish_requests(set(messages), RequestStatus.FINISHED_ERROR)
-        return messages
-
-    def _tell_clients(self, result: Any, ended: dict[str, str]) -> None:
-        if not ended:
-            return
-        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-
-        for request in self._ended:
-            outputs = result.get(request.client_index)
-            if outputs is None:
-                outputs = result[request.client_index] = EngineCoreOutputs()
-            outputs.outputs.append(
-                EngineCoreOutput(
-                    request_id=request.request_id,
-                    new_token_ids=[],
-                    finish_reason=request.get_finished_reason(),
-                    stop_reason=ended[request.request_id],
-                    events=request.take_events(),
-                    trace_headers=request.trace_headers,
-                )
-            )
-        emit("vllm_requests_aborted", severity="error", requests=sorted(ended))
+    def _publish(self, name: str, tokens: int | None) -> None:
+        for group, column, key in self._published.pop(name, ()):
+            self.guard.publish(name, column, key, pool=self._groups[group], tokens=tokens)

@@ -6,105 +6,191 @@ the forward is launched. Nothing here waits for the device; verdicts are read wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from kvguard.adapters.vllm.layout import describe_tables_v1
+from kvguard.adapters.vllm.layout import Unsupported, check_backends, describe_tables_v1, describe_tables_v2
+from kvguard.adapters.vllm.ranks import RankVerdicts
 from kvguard.adapters.vllm.scheduler_side import StepPayload
 from kvguard.pools import GuardSetup
 from kvguard.telemetry import emit
 from kvguard.verifier import PendingVerdicts, PoolInputs, Verifier
 
 
-class WorkerSideV1:
-    """One model runner's verifier (vLLM's runner V1, `vllm.v1.worker.gpu_model_runner`)."""
+class WorkerSide:
+    """One model runner's verifier. Subclasses know where their runner keeps what attention reads."""
 
     def __init__(self, runner: Any) -> None:
         self._runner = runner
         self._verifier: Verifier | None = None
+        self._ranks: RankVerdicts | None = None
+        self._setup: GuardSetup | None = None
+        self._names: list[str] = []
         self._payload: StepPayload | None = None
         self._pending: PendingVerdicts | None = None
-        self._failed = False
+        self._trouble = ""
         runner.execute_model = self._executing(runner.execute_model)
-        runner._prepare_inputs = self._preparing(runner._prepare_inputs)
-        runner.sample_tokens = self._sampling(runner.sample_tokens)
+        for name in ("sample_tokens", "pool"):
+            if hasattr(runner, name):
+                setattr(runner, name, self._answering(getattr(runner, name)))
 
     def _executing(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
             self._payload = getattr(scheduler_output, "_kvguard", None)
             self._pending = None
-            return original(scheduler_output, *args, **kwargs)
-
-        return guarded
-
-    def _preparing(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(*args: Any, **kwargs: Any) -> Any:
-            result = original(*args, **kwargs)
-            payload, self._payload = self._payload, None
-            if payload is not None and not self._failed:
-                try:
-                    self._pending = self._check(payload)
-                except Exception as error:
-                    # No verdict goes back: the scheduler side then knows that the step is unproven.
-                    self._failed = True
-                    emit("guard_fault", severity="critical", where="worker", error=f"{type(error).__name__}: {error}")
+            result = original(scheduler_output, *args, **kwargs)
+            # Pooling models of runner V1 answer here; generating ones answer None and sample later.
+            if self._pending is not None and hasattr(result, "req_ids"):
+                return self._deliver(result)
             return result
 
         return guarded
 
-    def _check(self, payload: StepPayload) -> PendingVerdicts:
-        runner = self._runner
-        batch = runner.input_batch
-        tables = describe_tables_v1(runner) if self._verifier is None else batch.block_table.block_tables
-        if self._verifier is None:
-            self._verifier = Verifier(self._with_split(payload.setup, tables), device=runner.device)
-            self._names = [pool.name for pool in payload.setup.pools]
-        index = batch.req_id_to_index
-        rows = np.array([index[request] for request in payload.delta.requests], np.int64)
-        inputs = {}
-        query_start = runner.query_start_loc.gpu[: batch.num_reqs + 1]
-        query_row = self._verifier.upload(rows)
-        for name, table in zip(self._names, tables, strict=True):
-            inputs[name] = PoolInputs(
-                table=table.block_table.gpu,
-                slot_mapping=table.slot_mapping.gpu,
-                query_start=query_start,
-                query_row=query_row,
-            )
-        return self._verifier.check(payload.delta.placed(rows), inputs)
-
-    @staticmethod
-    def _with_split(setup: GuardSetup, tables: list[Any]) -> GuardSetup:
-        """Attention may be given smaller blocks than the scheduler allocates: the worker knows by how much."""
-        pools = []
-        for pool, table in zip(setup.pools, tables, strict=True):
-            size = pool.page_size or table.block_size
-            if size % table.block_size:
-                raise ValueError(f"{pool.name}: kernel blocks of {table.block_size} do not divide blocks of {size}")
-            pools.append(replace(pool, split=size // table.block_size))
-        return replace(setup, pools=tuple(pools))
-
-    def _sampling(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _answering(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any, **kwargs: Any) -> Any:
+            # Taken before the call: with asynchronous scheduling the next step starts before this one is read.
             pending, self._pending = self._pending, None
             output = original(*args, **kwargs)
-            if pending is None or output is None:
-                return output
-            if hasattr(output, "get_output"):
-                # Asynchronous scheduling: the verdicts are read where the sampled tokens are, not before.
-                get_output = output.get_output
-
-                def guarded_get_output() -> Any:
-                    result = get_output()
-                    result._kvguard = pending.resolve()
-                    return result
-
-                output.get_output = guarded_get_output
-            else:
-                output._kvguard = pending.resolve()
-            return output
+            self._pending = pending
+            return self._deliver(output)
 
         return guarded
+
+    def _verify(
+        self, place_of: Mapping[str, int], tables: Sequence[Any], slots: Sequence[Any], query_start: Any
+    ) -> None:
+        """Check the step that the runner is preparing; a fault of the guard must not surface in vLLM.
+
+        place_of: request -> its row in the tables and in the batch; tables int32 [rows, columns] and slots
+        int64 [tokens], one per KV group; query_start int32 [batch rows + 1].
+        """
+        payload, self._payload = self._payload, None
+        if payload is None:
+            return
+        if payload.setup is not None and payload.setup is not self._setup:
+            self._setup, self._verifier, self._trouble = payload.setup, None, ""
+        pending = None
+        if not self._trouble:
+            try:
+                pending = self._check(payload, place_of, tables, slots, query_start)
+            except Exception as error:
+                self._trouble = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
+                emit("guard_fault", severity="critical", where="worker", error=self._trouble)
+        if self._setup is not None and self._setup.check:
+            # Always launched, on every rank: one that failed must not leave the others waiting.
+            if self._ranks is None:
+                self._ranks = RankVerdicts(self._runner.device)
+            pending = self._ranks.combine(pending, payload.delta)
+        self._pending = pending
+
+    def _check(
+        self,
+        payload: StepPayload,
+        place_of: Mapping[str, int],
+        tables: Sequence[Any],
+        slots: Sequence[Any],
+        query_start: Any,
+    ) -> PendingVerdicts:
+        if self._verifier is None:
+            self._verifier = self._make_verifier()
+        rows = np.array([place_of[request] for request in payload.delta.requests], np.int64)
+        query_row = self._verifier.upload(rows)
+        inputs = {
+            name: PoolInputs(table=table, slot_mapping=slot, query_start=query_start, query_row=query_row)
+            for name, table, slot in zip(self._names, tables, slots, strict=True)
+        }
+        return self._verifier.check(payload.delta.placed(rows), inputs)
+
+    def _make_verifier(self) -> Verifier:
+        if self._setup is None:
+            raise Unsupported("the first step that this worker saw carried no set-up")
+        check_backends(self._runner)
+        sizes = self._block_sizes()
+        if len(sizes) != len(self._setup.pools):
+            raise Unsupported(
+                f"{len(sizes)} block tables in the worker, {len(self._setup.pools)} groups in the scheduler"
+            )
+        pools = []
+        for pool, size in zip(self._setup.pools, sizes, strict=True):
+            # Attention may be given smaller blocks than the scheduler allocates: the worker knows by how much.
+            whole = pool.page_size or size
+            if whole % size:
+                raise Unsupported(f"{pool.name}: kernel blocks of {size} tokens do not divide blocks of {whole}")
+            pools.append(replace(pool, split=whole // size))
+        self._names = [pool.name for pool in pools]
+        return Verifier(replace(self._setup, pools=tuple(pools)), device=self._runner.device)
+
+    def _block_sizes(self) -> list[int]:
+        """Tokens per table entry, one per KV group. Raises Unsupported if the tables do not look as expected."""
+        raise NotImplementedError
+
+    def _deliver(self, output: Any) -> Any:
+        """Let the step's verdicts ride on vLLM's own answer."""
+        pending, self._pending = self._pending, None
+        trouble = self._trouble
+        if output is None or (pending is None and not trouble):
+            return output
+        if self._ranks is not None and not self._ranks.answers:
+            return output
+
+        def attach(result: Any) -> Any:
+            if trouble:
+                result._kvguard_trouble = trouble
+            if pending is not None:
+                result._kvguard = pending.resolve()
+            return result
+
+        if not hasattr(output, "get_output"):
+            return attach(output)
+        # The verdicts are read where the sampled tokens are, not before.
+        get_output = output.get_output
+        output.get_output = lambda: attach(get_output())
+        return output
+
+
+class WorkerSideV1(WorkerSide):
+    """For vLLM's runner V1 (`vllm.v1.worker.gpu_model_runner`)."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        prepare = runner._prepare_inputs
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            result = prepare(*args, **kwargs)
+            batch = runner.input_batch
+            tables = batch.block_table.block_tables
+            self._verify(
+                batch.req_id_to_index,
+                [table.block_table.gpu for table in tables],
+                [table.slot_mapping.gpu for table in tables],
+                runner.query_start_loc.gpu[: batch.num_reqs + 1],
+            )
+            return result
+
+        runner._prepare_inputs = guarded
+
+    def _block_sizes(self) -> list[int]:
+        return describe_tables_v1(self._runner)
+
+
+class WorkerSideV2(WorkerSide):
+    """For vLLM's runner V2 (`vllm.v1.worker.gpu.model_runner`), which gathers a table of the step's rows."""
+
+    def __init__(self, runner: Any) -> None:
+        super().__init__(runner)
+        prepare = runner.prepare_attn
+
+        def guarded(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            result = prepare(input_batch, *args, **kwargs)
+            tables, slot_mappings = result
+            place_of = {name: place for place, name in enumerate(input_batch.req_ids)}
+            self._verify(place_of, tables, list(slot_mappings), input_batch.query_start_loc[: input_batch.num_reqs + 1])
+            return result
+
+        runner.prepare_attn = guarded
+
+    def _block_sizes(self) -> list[int]:
+        return describe_tables_v2(self._runner)
