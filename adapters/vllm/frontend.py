@@ -193,7 +193,7 @@ def _open_late(serving: Any, create: str, stream: str) -> None:
             if not sources or not isinstance(answer, AsyncGenerator):
                 return answer
             message = await sources[0].message_of_first()
-            if message is None:
+            if message is None or not hasattr(self, "_kvguard_error"):
                 return answer
             await answer.aclose()
             await sources[0].aclose()

@@ -25,11 +25,13 @@ def register() -> None:
     """Guard every scheduler and model runner that this process builds from now on."""
     if not os.environ.get("KVGUARD_LEVEL") and not os.environ.get("KVGUARD_CONFIG"):
         return
+    from kvguard.adapters.vllm import frontend
     from kvguard.config import GuardConfig
 
     config = GuardConfig.load()
     if config.is_off:
         return
+    frontend.attach(when_imported)
     when_imported(SCHEDULER_MODULE, lambda module: _patch_init(module.Scheduler, _attach_scheduler))
     when_imported(RUNNER_V1_MODULE, lambda module: _patch_init(module.GPUModelRunner, _attach_runner_v1))
     when_imported(RUNNER_V2_MODULE, lambda module: _patch_init(module.GPUModelRunner, _attach_runner_v2))
