@@ -37,9 +37,10 @@ class RankVerdicts:
         if pending is None or pending.record is None:
             record = torch.full(shape, NOT_CHECKED, dtype=torch.int64, device=self._device)
             pending = PendingVerdicts(step=delta.step, record=record)
-        gathered = torch.empty((self._world, *shape), dtype=torch.int64, device=self._device)
+        # Gloo wants the ranks side by side in the first dimension; NCCL takes either form.
+        gathered = torch.empty((self._world * shape[0], *shape[1:]), dtype=torch.int64, device=self._device)
         torch.distributed.all_gather_into_tensor(gathered, pending.record, group=self._group)
-        return replace(pending, record=worst_of(gathered))
+        return replace(pending, record=worst_of(gathered.view(self._world, *shape)))
 
 
 def worst_of(gathered: Any) -> Any:

@@ -62,7 +62,7 @@ class WorkerSide:
     def _verify(
         self, place_of: Mapping[str, int], tables: Sequence[Any], slots: Sequence[Any], query_start: Any
     ) -> None:
-        """Check the step that the runner is preparing; a fault of the guard must not surface in vLLM.
+        """Check the step that the runner is preparing. A fault of the guard does not surface in vLLM.
 
         place_of: request -> its row in the tables and in the batch; tables int32 [rows, columns] and slots
         int64 [tokens], one per KV group; query_start int32 [batch rows + 1].
@@ -74,17 +74,24 @@ class WorkerSide:
             self._setup, self._verifier, self._trouble = payload.setup, None, ""
         pending = None
         if not self._trouble:
-            try:
-                pending = self._check(payload, place_of, tables, slots, query_start)
-            except Exception as error:
-                self._trouble = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
-                emit("guard_fault", severity="critical", where="worker", error=self._trouble)
+            pending = self._shielded(lambda: self._check(payload, place_of, tables, slots, query_start))
         if self._setup is not None and self._setup.check:
-            # Always launched, on every rank: one that failed must not leave the others waiting.
-            if self._ranks is None:
-                self._ranks = RankVerdicts(self._runner.device)
-            pending = self._ranks.combine(pending, payload.delta)
+            # Launched on every rank in every step: one whose guard failed must not leave the others waiting.
+            pending = self._shielded(lambda: self._combined(pending, payload))
         self._pending = pending
+
+    def _shielded(self, call: Callable[[], PendingVerdicts | None]) -> PendingVerdicts | None:
+        try:
+            return call()
+        except Exception as error:
+            self._trouble = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
+            emit("guard_fault", severity="critical", where="worker", error=self._trouble)
+            return None
+
+    def _combined(self, pending: PendingVerdicts | None, payload: StepPayload) -> PendingVerdicts | None:
+        if self._ranks is None:
+            self._ranks = RankVerdicts(self._runner.device)
+        return self._ranks.combine(pending, payload.delta)
 
     def _check(
         self,

@@ -8,8 +8,8 @@ what the guard sees. Which runner a process uses is fixed by its first engine: T
 from __future__ import annotations
 
 import os
+import runpy
 import sys
-import types
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -70,24 +70,13 @@ def prepare_process(runner: Runner) -> None:
 
 
 def _interpret_triton() -> None:
-    """Triton kernels run in its interpreter, and vLLM finds a driver that says so."""
+    """Triton kernels run in its interpreter, here and in processes started from here, and vLLM finds a driver."""
     os.environ["TRITON_INTERPRET"] = "1"
-    import triton.backends
-
-    class Driver:
-        @staticmethod
-        def is_active() -> bool:
-            return True
-
-        def get_current_device(self) -> int:
-            return 0
-
-        def get_device_interface(self) -> Any:
-            import torch
-
-            return torch.cpu
-
-    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
+    # What vLLM compiles on its own (tensor parallel embeddings) would go to a Triton that cannot compile here.
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    folder = str(Path(__file__).parent / "interpreter")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH"))))
+    runpy.run_path(str(Path(folder) / "sitecustomize.py"))
 
 
 class VllmEngine:
@@ -117,7 +106,8 @@ class VllmEngine:
         self.llm_engine: Any = self.llm.llm_engine
         self.core: Any = self.llm_engine.engine_core.engine_core
         self.scheduler: Any = self.core.scheduler
-        self.runner: Any = self.core.model_executor.driver_worker.worker.model_runner
+        worker = getattr(self.core.model_executor, "driver_worker", None)
+        self.runner: Any = worker.worker.model_runner if worker is not None else None
         self.pool: Any = self.scheduler.kv_cache_manager.block_pool
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[Answer]:
