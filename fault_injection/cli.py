@@ -135,7 +135,7 @@ def _plan(
 
 def _check_model(model: str, weights: str) -> None:
     """Load the model once up front: a worker's traceback is no way to learn of a wrong path."""
-    from kvguard.fault_injection.trial import check_model
+    from kvguard.fault_injection.targets.embedded_runs import check_model
 
     try:
         check_model(model, weights)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from kvguard.fault_injection.junit import clean_shortcomings, history, shortcomings
-from kvguard.fault_injection.plan import KV_DTYPES, UNSUPPORTED, WEIGHTS
+from kvguard.fault_injection.plan import KV_DTYPES, SCHEDULINGS, UNSUPPORTED, WEIGHTS, Cell
 from kvguard.fault_injection.results import DETECTED, MISSED, CampaignResults, Leak, Tally, TrialResult
 from kvguard.fault_injection.results import UNSUPPORTED as UNSUPPORTED_OUTCOME
 
@@ -289,18 +289,26 @@ def _in_order(values: Iterable[str], order: Sequence[str]) -> list[str]:
     return sorted(set(values), key=lambda value: (order.index(value) if value in order else len(order), value))
 
 
+_Row = tuple[str, str, str]
+
+
+def _row(cell: Cell) -> _Row:
+    """What a row of the grid stands for: vLLM's runner and scheduling, if any, and the KV dtype."""
+    return cell.runner, cell.scheduling, cell.kv_dtype
+
+
 def _grid(trials: Sequence[TrialResult]) -> dict[str, Any]:
-    """Rows of KV dtypes, columns of weights x page size; each cell says detected/trials."""
+    """Rows of KV dtypes (in vLLM of each runner and scheduling), columns of weights x page size: detected/trials."""
     tried = [trial for trial in trials if trial.outcome != UNSUPPORTED_OUTCOME]
     pages = sorted({trial.cell.page_size for trial in tried})
     weights = _in_order((trial.cell.weights for trial in tried), WEIGHTS)
-    found: dict[tuple[str, str, int], list[TrialResult]] = {}
+    found: dict[tuple[_Row, str, int], list[TrialResult]] = {}
     for trial in tried:
-        found.setdefault((trial.cell.kv_dtype, trial.cell.weights, trial.cell.page_size), []).append(trial)
+        found.setdefault((_row(trial.cell), trial.cell.weights, trial.cell.page_size), []).append(trial)
 
-    def cell(kv_dtype: str, weight: str, page: int) -> GridCell:
-        here = found.get((kv_dtype, weight, page), [])
-        where = f"KV {kv_dtype}, weights {weight}, page size {page}"
+    def cell(row: _Row, weight: str, page: int) -> GridCell:
+        here = found.get((row, weight, page), [])
+        where = f"{' '.join((*row[:2], 'KV', row[2])).strip()}, weights {weight}, page size {page}"
         if not here:
             return GridCell(text="\u2013", tone="none", title=f"{where}: no trial")
         detected, proven = sum(t.outcome == DETECTED for t in here), sum(t.proven for t in here)
@@ -310,12 +318,17 @@ def _grid(trials: Sequence[TrialResult]) -> dict[str, Any]:
             title=f"{where}: {proven} of {len(here)} proven",
         )
 
+    def place(row: _Row) -> tuple[str, int, int]:
+        runner, scheduling, kv_dtype = row
+        known = kv_dtype in KV_DTYPES
+        return runner, [*SCHEDULINGS, scheduling].index(scheduling), KV_DTYPES.index(kv_dtype) if known else 99
+
     return {
         "pages": pages,
         "weights": weights,
         "rows": [
-            (kv_dtype, [cell(kv_dtype, weight, page) for weight in weights for page in pages])
-            for kv_dtype in _in_order((trial.cell.kv_dtype for trial in tried), KV_DTYPES)
+            (" ".join(row).strip(), [cell(row, weight, page) for weight in weights for page in pages])
+            for row in sorted({_row(trial.cell) for trial in tried}, key=place)
         ],
     }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ET
 
+from kvguard.fault_injection.plan import Cell
 from kvguard.fault_injection.results import (
     DETECTED,
     MISSED,
@@ -102,7 +103,8 @@ def _add_trial(suite: ET.Element, trial: TrialResult) -> None:
     case = _case(
         suite,
         f"campaign.{cell.engine}.{cell.fault}",
-        f"kv={cell.kv_dtype}-w={cell.weights}-page={cell.page_size}-proofs={cell.proofs}-trial={trial.index}",
+        f"{_vllm_part(cell)}kv={cell.kv_dtype}-w={cell.weights}-page={cell.page_size}-proofs={cell.proofs}"
+        f"-trial={trial.index}",
     )
     found = shortcomings(trial)
     if trial.outcome == UNSUPPORTED:
@@ -136,9 +138,15 @@ def history(trial: TrialResult) -> str:
     return f"step {trial.injected_step}: {trial.description or 'injected'}; {live}; {noticed}"
 
 
+def _vllm_part(item: Cell | CleanResult) -> str:
+    """`runner=v2-sched=async-` for what ran in vLLM."""
+    return f"runner={item.runner}-sched={item.scheduling}-" if item.runner else ""
+
+
 def _add_clean(suite: ET.Element, results: CampaignResults) -> None:
     for run in results.clean:
-        case = _case(suite, "campaign.clean", f"kv={run.kv_dtype}-w={run.weights}-page={run.page_size}-run={run.index}")
+        name = f"{_vllm_part(run)}kv={run.kv_dtype}-w={run.weights}-page={run.page_size}-run={run.index}"
+        case = _case(suite, "campaign.clean", name)
         found = clean_shortcomings(run)
         if found:
             _outcome(case, "failure", "not_clean", "; ".join(found), "\n".join(run.violations))

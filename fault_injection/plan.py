@@ -1,4 +1,7 @@
-"""Which trials a campaign runs: cells of engine x fault x KV dtype x weights x page size x proofs, spread evenly."""
+"""Which trials a campaign runs: cells of engine x fault x KV dtype x weights x page size x proofs, spread evenly.
+
+Cells of vLLM have a model runner and a way of scheduling besides.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,12 @@ WEIGHTS = ("fp32", "bf16", "int4")
 PAGE_SIZES = (1, 16, 64)
 PROOF_SETS = ("all", "tag", "control_plane")
 LEVEL = "tags"
+ENGINES = ("embedded", "vllm")
+VLLM_KV_DTYPES = ("fp32", "bf16", "fp8_e4m3")
+"""What a vLLM campaign takes where all are asked for; fp8_e5m2 must be asked for by name."""
+VLLM_PAGE_SIZES = (32,)
+RUNNERS = ("v1", "v2")
+SCHEDULINGS = ("sync", "async")
 
 UNSUPPORTED: dict[tuple[str, str], str] = {
     (name, "control_plane"): "the fault is a write to the block table in device memory: no allocator call passes it"
@@ -26,7 +35,10 @@ UNSUPPORTED: dict[tuple[str, str], str] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Cell:
-    """One combination. `proofs`: `all` as in production, or one proof with the others switched off."""
+    """One combination. `proofs`: `all` as in production, or one proof with the others switched off.
+
+    runner, scheduling  of vLLM: a value of RUNNERS and of SCHEDULINGS; "" for an engine that has but one
+    """
 
     engine: str
     fault: str
@@ -35,6 +47,8 @@ class Cell:
     page_size: int
     proofs: str = "all"
     level: str = LEVEL
+    runner: str = ""
+    scheduling: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +70,9 @@ class CleanPlan:
     weights: str
     page_size: int
     traffic_seed: int
+    engine: str = "embedded"
+    runner: str = ""
+    scheduling: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,6 +137,62 @@ def build_plan(
         backend=backend,
         trials=tuple(planned),
         clean_runs=tuple(clean),
+    )
+
+
+def vllm_weights(model: str, kv_dtype: str) -> tuple[str, ...]:
+    """Weights that go with a KV dtype in vLLM, whose KV cache has the model's dtype unless it is fp8."""
+    if model == "smollm2":
+        return ("bf16", "int4") if kv_dtype != "fp32" else ()
+    return ("fp32",) if kv_dtype == "fp32" else ("bf16",)
+
+
+def build_vllm_plan(
+    *,
+    seed: int,
+    trials: int,
+    clean_runs: int,
+    model: str,
+    faults: Sequence[str] = tuple(PAGE_FAULTS),
+    kv_dtypes: Sequence[str] = VLLM_KV_DTYPES,
+    weights: Sequence[str] = WEIGHTS,
+    page_sizes: Sequence[int] = VLLM_PAGE_SIZES,
+    runners: Sequence[str] = RUNNERS,
+    schedulings: Sequence[str] = SCHEDULINGS,
+) -> CampaignPlan:
+    """Deal trials so that every fault meets every set-up once before any meets it twice.
+
+    A set-up is runner x scheduling x KV dtype x weights x page size. Each fault deals its proof sets from a deck of its
+    own. ValueError if no set-up is left: not all weights go with all KV dtypes.
+    """
+    rng = random.Random(f"vllm-campaign-{seed}")
+    setups = [
+        {"runner": runner, "scheduling": way, "kv_dtype": kv_dtype, "weights": weight, "page_size": page_size}
+        for runner, way, kv_dtype, page_size in itertools.product(runners, schedulings, kv_dtypes, page_sizes)
+        for weight in vllm_weights(model, kv_dtype)
+        if weight in weights
+    ]
+    if not setups:
+        fitting = "; ".join(f"{kv}: {', '.join(vllm_weights(model, kv)) or 'none'}" for kv in kv_dtypes)
+        raise ValueError(f"no weights go with these KV dtypes in vLLM with model {model} ({fitting})")
+    proof_decks = {
+        fault: _Deck([proofs for proofs in PROOF_SETS if (fault, proofs) not in UNSUPPORTED], rng) for fault in faults
+    }
+    deck = _Deck(list(itertools.product(faults, setups)), rng)
+    planned = []
+    for index in range(trials):
+        fault, setup = deck.deal()
+        cell = Cell(engine="vllm", fault=fault, proofs=proof_decks[fault].deal(), **setup)  # type: ignore[arg-type]
+        # Two traffics per campaign: golden runs are shared among trials.
+        traffic_seed = seed * 1000 + rng.randrange(2)
+        planned.append(TrialPlan(index=index, cell=cell, traffic_seed=traffic_seed, fault_seed=rng.randrange(1 << 30)))
+    clean_deck = _Deck(setups, rng)
+    clean = tuple(
+        CleanPlan(index=index, engine="vllm", traffic_seed=rng.randrange(1 << 30), **clean_deck.deal())  # type: ignore[arg-type]
+        for index in range(clean_runs)
+    )
+    return CampaignPlan(
+        seed=seed, engine="vllm", model=model, backend="torch", trials=tuple(planned), clean_runs=clean
     )
 
 

@@ -91,6 +91,9 @@ class CleanResult:
     promised_hits: int
     client_aborts: int
     steps: int
+    engine: str = "embedded"
+    runner: str = ""
+    scheduling: str = ""
 
     @property
     def clean(self) -> bool:
@@ -217,7 +220,7 @@ class CampaignResults:
 def cell_order(cell: Cell) -> tuple[Any, ...]:
     """Sorting key: fault in the order of the report, then proofs, storage, page size."""
     from kvguard.fault_injection.faults.pages import PAGE_FAULTS
-    from kvguard.fault_injection.plan import KV_DTYPES, PROOF_SETS, WEIGHTS
+    from kvguard.fault_injection.plan import KV_DTYPES, PROOF_SETS, SCHEDULINGS, WEIGHTS
 
     def place(names: Iterable[str], name: str) -> int:
         names = list(names)
@@ -230,6 +233,8 @@ def cell_order(cell: Cell) -> tuple[Any, ...]:
         place(KV_DTYPES, cell.kv_dtype),
         place(WEIGHTS, cell.weights),
         cell.page_size,
+        cell.runner,
+        place(SCHEDULINGS, cell.scheduling),
     )
 
 

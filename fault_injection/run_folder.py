@@ -17,7 +17,18 @@ from pathlib import Path
 from typing import IO, Any
 
 from kvguard.fault_injection.faults.pages import PAGE_FAULTS
-from kvguard.fault_injection.plan import KV_DTYPES, PROOF_SETS, WEIGHTS, CampaignPlan, Cell, CleanPlan, TrialPlan
+from kvguard.fault_injection.plan import (
+    ENGINES,
+    KV_DTYPES,
+    PROOF_SETS,
+    RUNNERS,
+    SCHEDULINGS,
+    WEIGHTS,
+    CampaignPlan,
+    Cell,
+    CleanPlan,
+    TrialPlan,
+)
 
 LATEST = "latest"
 PLAN, HISTORY, RESULTS, REPORT, JUNIT = "plan.toml", "history.jsonl", "results.json", "report.html", "junit.xml"
@@ -146,6 +157,7 @@ def plan_toml(plan: CampaignPlan) -> str:
             f"level = {json.dumps(cell.level)}",
             f"traffic_seed = {trial.traffic_seed}",
             f"fault_seed = {trial.fault_seed}",
+            *_vllm_lines(cell),
         ]
     for run in plan.clean_runs:
         lines += [
@@ -156,8 +168,16 @@ def plan_toml(plan: CampaignPlan) -> str:
             f"weights = {json.dumps(run.weights)}",
             f"page_size = {run.page_size}",
             f"traffic_seed = {run.traffic_seed}",
+            *([f"engine = {json.dumps(run.engine)}"] if run.engine != "embedded" else []),
+            *_vllm_lines(run),
         ]
     return "\n".join(lines) + "\n"
+
+
+def _vllm_lines(item: Cell | CleanPlan) -> list[str]:
+    """What only cells of vLLM have."""
+    names = ("runner", "scheduling")
+    return [f"{name} = {json.dumps(getattr(item, name))}" for name in names if getattr(item, name)]
 
 
 def read_plan(folder: Path) -> CampaignPlan:
@@ -172,7 +192,7 @@ def read_plan(folder: Path) -> CampaignPlan:
                 index=item["index"],
                 traffic_seed=item["traffic_seed"],
                 fault_seed=item["fault_seed"],
-                cell=Cell(**{key: item[key] for key in Cell.__dataclass_fields__}),
+                cell=_cell(item),
             )
             for item in data.get("trial", ())
         )
@@ -193,6 +213,12 @@ def read_plan(folder: Path) -> CampaignPlan:
         raise RunFolderError(f"{path} is not a plan of this release: {error}") from None
 
 
+def _cell(item: dict[str, Any]) -> Cell:
+    """The cell of a plan's trial; KeyError for what is missing and has no other engine's default."""
+    optional = ("runner", "scheduling")
+    return Cell(**{key: item[key] for key in Cell.__dataclass_fields__ if key in item or key not in optional})
+
+
 def _check_plan(plan: CampaignPlan) -> None:
     """ValueError for values that this release does not have."""
     from kvguard.kernels.backend import check_backend
@@ -202,12 +228,16 @@ def _check_plan(plan: CampaignPlan) -> None:
         raise ValueError(f"model {plan.model!r} is no name")
     for trial in plan.trials:
         cell = trial.cell
+        on_vllm = cell.engine == "vllm"
         for what, value, valid in (
+            ("engine", cell.engine, ENGINES),
+            ("runner", cell.runner, RUNNERS if on_vllm else ("",)),
+            ("scheduling", cell.scheduling, SCHEDULINGS if on_vllm else ("",)),
             ("fault", cell.fault, tuple(PAGE_FAULTS)),
             ("kv_dtype", cell.kv_dtype, KV_DTYPES),
             ("weights", cell.weights, WEIGHTS),
             ("proofs", cell.proofs, PROOF_SETS),
-            ("page_size", cell.page_size, range(1, 65)),
+            ("page_size", cell.page_size, range(32, 129, 32) if on_vllm else range(1, 65)),
         ):
             if value not in valid:
                 raise ValueError(f"trial {trial.index} has {what} {value!r}")

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
+
+CacheKey = Any
+"""Whatever an engine's prefix cache looks pages up by; hashable."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +30,7 @@ class RunningRequest:
     prompt_tokens: int
     generated_tokens: int
     total_tokens: int
-    prefix_keys: tuple[int, ...]
+    prefix_keys: tuple[CacheKey, ...]
     needs_page: bool
 
 
@@ -39,16 +42,21 @@ class WaitingRequest:
     """
 
     id: str
-    prefix_keys: tuple[int, ...]
+    prefix_keys: tuple[CacheKey, ...]
     fits: bool
 
 
 class PageTarget(Protocol):
-    """An engine whose page bookkeeping can be broken on purpose, between two steps."""
+    """An engine whose page bookkeeping can be broken on purpose, between two steps.
+
+    recites  the model copies its prompt from the start, so that it is known which pages it has still to read closely;
+             False: any computed page is worth breaking
+    """
 
     page_size: int
     num_pages: int
     null_page: int
+    recites: bool
 
     def running(self) -> Sequence[RunningRequest]:
         """Requests with pages, oldest first."""
@@ -83,11 +91,11 @@ class PageTarget(Protocol):
     def write_block_table(self, request: str, column: int, entry: int) -> None:
         """Overwrite one entry of the request's row in device memory."""
 
-    def cached_page(self, key: int) -> int | None:
+    def cached_page(self, key: CacheKey) -> int | None:
         """The page that the prefix cache holds under a key."""
 
-    def cached_pages(self) -> dict[int, int]:
+    def cached_pages(self) -> dict[int, CacheKey]:
         """page -> key of every page that the prefix cache holds."""
 
-    def point_cache_entry(self, key: int, page: int | None) -> None:
+    def point_cache_entry(self, key: CacheKey, page: int | None) -> None:
         """The prefix cache maps the key to the page (None: to nothing), and nothing else changes."""

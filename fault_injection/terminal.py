@@ -103,6 +103,8 @@ def _show_leak(console: Console, results: CampaignResults) -> None:
     ]
     cell = trial.cell
     storage = f"{cell.kv_dtype} KV, {cell.weights} weights, pages of {cell.page_size}"
+    if cell.runner:
+        storage += f", vLLM runner {cell.runner}, {cell.scheduling}"
     console.print(f"\nTrial {trial.index}, {cell.fault}, {storage}: what request {leak.victim}'s client sees")
     for label, text in lines:
         if text:
@@ -112,8 +114,9 @@ def _show_leak(console: Console, results: CampaignResults) -> None:
 def trial_line(trial: TrialResult) -> str:
     """One trial in one line: its cell, and what is missing from its proof."""
     cell = trial.cell
+    setup = f"runner={cell.runner} scheduling={cell.scheduling} " if cell.runner else ""
     return (
-        f"trial {trial.index} {cell.fault} kv={cell.kv_dtype} weights={cell.weights} page_size={cell.page_size} "
+        f"trial {trial.index} {cell.fault} {setup}kv={cell.kv_dtype} weights={cell.weights} page_size={cell.page_size} "
         f"proofs={cell.proofs}: {'; '.join(shortcomings(trial)) or trial.outcome}"
     )
 

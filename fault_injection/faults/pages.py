@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvguard.fault_injection.target import PageTarget, RunningRequest
+from kvguard.fault_injection.target import CacheKey, PageTarget, RunningRequest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,14 +34,17 @@ class Injection:
     live_when: Callable[[frozenset[str]], bool]
     affected: Callable[[], frozenset[str]]
     description: str
-    cache_key: int | None = None
+    cache_key: CacheKey = None
 
 
-def _worth_reading(request: RunningRequest, page_size: int) -> list[int]:
-    """Columns whose computed tokens the request has still to recite, nearest first; all computed columns if none.
+def _worth_reading(request: RunningRequest, target: PageTarget) -> list[int]:
+    """Columns whose computed tokens the request has still to recite, nearest first; all computed ones if none recites.
 
     The recall model copies its prompt from the start: having generated g tokens, it reads prompt token g + 1 next.
     """
+    page_size = target.page_size
+    if not target.recites:
+        return list(range(min(len(request.pages), -(-request.computed_tokens // page_size))))
     last = min(request.prompt_tokens, request.computed_tokens, request.total_tokens - request.prompt_tokens)
     ahead = range(request.generated_tokens + 2, last)
     columns = list(dict.fromkeys(position // page_size for position in ahead))
@@ -54,7 +57,7 @@ def _victims(target: PageTarget, *, needs_column: bool = True) -> list[tuple[Run
     for request in target.running():
         if request.computed_tokens < request.prompt_tokens or request.total_tokens - request.generated_tokens < 4:
             continue
-        columns = _worth_reading(request, target.page_size)
+        columns = _worth_reading(request, target)
         if columns or not needs_column:
             found.append((request, columns))
     return found
@@ -66,7 +69,7 @@ def _pick(rng: random.Random, target: PageTarget) -> tuple[RunningRequest, int] 
     if not candidates:
         return None
     request, columns = rng.choice(candidates)
-    near = columns[: max(1, 12 // target.page_size)]
+    near = columns[: max(1, 12 // target.page_size)] if target.recites else columns
     return request, rng.choice(near)
 
 

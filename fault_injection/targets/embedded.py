@@ -16,6 +16,7 @@ class EmbeddedTarget:
         self.page_size = engine.config.page_size
         self.num_pages = engine.config.num_pages
         self.null_page = NULL_PAGE
+        self.recites = True
 
     def running(self) -> list[RunningRequest]:
         return [self._view(sequence) for sequence in self._engine.scheduler.running]

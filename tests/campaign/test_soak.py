@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from kvguard.fault_injection.engine.engine import Engine
+from kvguard.fault_injection.targets.embedded_runs import engine_config, load_model, make_guard
 from kvguard.fault_injection.traffic import endless_traffic
-from kvguard.fault_injection.trial import engine_config, load_model, make_guard
 
 STEPS = 20_000
 

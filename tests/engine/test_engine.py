@@ -8,8 +8,8 @@ import torch
 from kvguard.fault_injection.engine.engine import Engine, EngineConfig
 from kvguard.fault_injection.faults.pages import PAGE_FAULTS, Injection
 from kvguard.fault_injection.targets.embedded import EmbeddedTarget
+from kvguard.fault_injection.targets.embedded_runs import load_model, make_guard
 from kvguard.fault_injection.traffic import drive, trial_traffic
-from kvguard.fault_injection.trial import load_model, make_guard
 
 ROOMY = EngineConfig(num_pages=200, page_size=8, max_rows=8, token_budget=512, max_tokens=192)
 TIGHT = EngineConfig(num_pages=48, page_size=8, max_rows=6, token_budget=40, max_tokens=192)
