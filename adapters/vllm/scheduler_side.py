@@ -20,6 +20,7 @@ from kvguard.config import GuardConfig
 from kvguard.guard import Guard, GuardHalt
 from kvguard.messages import StepDelta
 from kvguard.pools import GuardSetup, PoolSpec
+from kvguard.violation import Proof
 
 
 @dataclass(frozen=True, kw_only=True)
