@@ -74,8 +74,9 @@ class Server:
             port = free.getsockname()[1]
         self._url = f"http://127.0.0.1:{port}"
         environment = {key: value for key, value in os.environ.items() if not key.startswith("KVGUARD_")}
+        path = os.environ["PYTHONPATH"].split(os.pathsep) if os.environ.get("PYTHONPATH") else []
         environment |= ENVIRONMENT | {
-            "PYTHONPATH": os.pathsep.join([str(folder / "plugin"), str(ROOT)]),
+            "PYTHONPATH": os.pathsep.join([*path, str(folder / "plugin"), str(ROOT)]),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
             "VLLM_SERVER_DEV_MODE": "1",
             "VLLM_NO_USAGE_STATS": "1",
