@@ -7,7 +7,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env campaign lint test test-core soak mutation wheel clean env-vllm test-vllm models
+.PHONY: help env campaign campaign-vllm lint test test-core soak mutation wheel clean env-vllm test-vllm models
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -47,6 +47,9 @@ env-vllm: ## build .venv-vllm: vLLM on the CPU with kvguard in it
 
 models: env-vllm ## download and prepare SmolLM2 as bf16 and INT4 checkpoints, in .cache/models
 	@.venv-vllm/bin/python -m tools.prepare_smollm2
+
+campaign-vllm: env-vllm ## page faults inside a real vLLM, both runners (ARGS="--runner v1")
+	@.venv-vllm/bin/kvguard campaign --engine vllm $(ARGS)
 
 test-vllm: env-vllm ## the tests of the vLLM adapter, in .venv-vllm
 	.venv-vllm/bin/python -m pytest tests/vllm

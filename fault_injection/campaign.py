@@ -5,9 +5,11 @@ from __future__ import annotations
 import multiprocessing
 import multiprocessing.connection
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from pathlib import Path
 
 import structlog
 import structlog.testing
@@ -18,6 +20,8 @@ from kvguard.fault_injection.results import CampaignResults, CleanResult, TrialR
 CHUNK = 6
 """Trials handed to a worker at a time: enough to hide the hand-over, few enough for a smooth progress bar."""
 
+VLLM_CHUNK = 9
+"""The same for vLLM: a set-up's share of the default campaign, so that its golden runs are made once."""
 Result = TrialResult | CleanResult
 
 
@@ -27,14 +31,20 @@ def default_workers() -> int:
 
 
 def run_campaign(
-    plan: CampaignPlan, *, workers: int, on_result: Callable[[Result], None] = lambda result: None
+    plan: CampaignPlan,
+    *,
+    workers: int,
+    on_result: Callable[[Result], None] = lambda result: None,
+    engine_log: Path | None = None,
 ) -> CampaignResults:
     """Run every trial and clean run; `on_result` sees each in this process as it arrives, in no fixed order.
 
-    Results do not depend on the number of workers: each is a function of its own plan alone.
+    Results do not depend on the number of workers: each is a function of its own plan alone. `engine_log`: where what
+    vLLM prints goes, None for nowhere.
     """
     results = CampaignResults()
-    for result in _results(plan, workers):
+    found = _vllm_results(plan, workers, engine_log) if plan.engine == "vllm" else _results(plan, workers)
+    for result in found:
         if isinstance(result, TrialResult):
             results.trials.append(result)
         else:
@@ -60,6 +70,41 @@ def _results(plan: CampaignPlan, workers: int) -> Iterator[Result]:
     # Fork is off the table: PyTorch's threads do not survive it.
     context = multiprocessing.get_context("spawn")
     executor = ProcessPoolExecutor(max_workers=workers, mp_context=context, initializer=_prepare_worker)
+    yield from _collect(plan, executor, chunks)
+
+
+def _vllm_results(plan: CampaignPlan, workers: int, engine_log: Path | None) -> Iterator[Result]:
+    """Work on one set-up shares a live engine, and a process runs one of vLLM's model runners only.
+
+    vLLM never runs in this process: it prints on standard output, which is the campaign's.
+    """
+    setups: dict[tuple[str, ...], list[TrialPlan | CleanPlan]] = {}
+    everything: list[TrialPlan | CleanPlan] = [*plan.trials, *plan.clean_runs]
+    for job in everything:
+        setup = job.cell if isinstance(job, TrialPlan) else job
+        name = (setup.runner, setup.scheduling, setup.kv_dtype, setup.weights, str(setup.page_size))
+        setups.setdefault(name, []).append(job)
+    context = multiprocessing.get_context("spawn")
+    for runner in sorted({name[0] for name in setups}):
+        chunks = [
+            jobs[start : start + VLLM_CHUNK]
+            for name, jobs in setups.items()
+            if name[0] == runner
+            for start in range(0, len(jobs), VLLM_CHUNK)
+        ]
+        executor = ProcessPoolExecutor(
+            max_workers=min(workers, len(chunks)),
+            mp_context=context,
+            initializer=_prepare_vllm_worker,
+            initargs=(engine_log,),
+        )
+        yield from _collect(plan, executor, chunks)
+
+
+def _collect(
+    plan: CampaignPlan, executor: ProcessPoolExecutor, chunks: list[list[TrialPlan | CleanPlan]]
+) -> Iterator[Result]:
+    """Hand out the chunks and pass results on as they come; ends the executor, whatever happens."""
     try:
         open_futures: set[Future[list[Result]]] = {
             executor.submit(_run_chunk, chunk, plan.model, plan.backend) for chunk in chunks
@@ -82,6 +127,15 @@ def _prepare_worker() -> None:
     torch.set_num_threads(1)
     # A campaign causes violations on purpose; they are in its report, not on the terminal.
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"), logger_factory=_silent)
+
+
+def _prepare_vllm_worker(engine_log: Path | None) -> None:
+    """As above, and what vLLM prints goes to the log."""
+    target = os.open(engine_log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(target, stream.fileno())
+    _prepare_worker()
 
 
 def _die_with(sentinel: int) -> None:

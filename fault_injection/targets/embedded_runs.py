@@ -188,7 +188,7 @@ class EmbeddedRuns:
     def __init__(self, plan: TrialPlan, *, model: str, backend: str, proofs: str) -> None:
         cell = plan.cell
         self._plan, self._model, self._backend, self._proofs = plan, model, backend, proofs
-        self._loaded = load_model(model, cell.weights)  # type: ignore[arg-type]
+        self._loaded = load_model(model, cell.weights)
         self._config = engine_config(kv_dtype=cell.kv_dtype, page_size=cell.page_size, tight=False)
         self._arrivals = trial_traffic(plan.traffic_seed, prompt_maker(model, self._loaded))
         self._fault = PAGE_FAULTS[cell.fault]
@@ -233,7 +233,7 @@ class EmbeddedRuns:
 
 def clean_runs(plan: CleanPlan, *, model: str, backend: str) -> tuple[Run, Run]:
     """Healthy traffic in a tight pool with client aborts: guard off, guard on."""
-    loaded = load_model(model, plan.weights)  # type: ignore[arg-type]
+    loaded = load_model(model, plan.weights)
     config = engine_config(kv_dtype=plan.kv_dtype, page_size=plan.page_size, tight=True)
     golden = golden_run(model, plan.weights, plan.kv_dtype, plan.page_size, plan.traffic_seed, True, True)
     arrivals = trial_traffic(plan.traffic_seed, prompt_maker(model, loaded), client_aborts=True)

@@ -155,7 +155,8 @@ class VllmTarget:
             self._pool.free_block_queue.remove(self._pool.blocks[page])
 
     def _request_id(self, name: str) -> str:
-        return next(r.request_id for r in self._scheduler.running if client_name(r.request_id) == name)
+        ids: list[str] = [request.request_id for request in self._scheduler.running]
+        return next(request_id for request_id in ids if client_name(request_id) == name)
 
     def block_table_row(self, request: str) -> tuple[int, ...]:
         request_id = self._request_id(request)

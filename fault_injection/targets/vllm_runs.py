@@ -44,6 +44,10 @@ def vllm_options(setup: Cell | CleanPlan, *, model: str, tight: bool) -> VllmOpt
     )
 
 
+ENGINES_MAX = 2
+"""Live engines of a process: the roomy and the tight one of a set-up. Each holds a copy of the model."""
+
+
 class _Engines:
     """The engines of this process, one per set-up, each as clean as new between runs."""
 
@@ -57,6 +61,8 @@ class _Engines:
         if engine is not None and clean_slate(engine):
             engine.close()
             engine = None
+        while engine is None and len(self._engines) >= ENGINES_MAX:
+            self._engines.pop(next(iter(self._engines))).close()
         if engine is None:
             engine = _start(options)
             trouble = clean_slate(engine)
