@@ -31,6 +31,17 @@ PARALLEL_KINDS = ("pipeline", "data", "decode_context", "prefill_context")
 """Kinds of parallelism that are not covered. Tensor parallel is."""
 
 
+TESTED_RELEASES = ("0.28.0", "0.30.0", "0.32.0")
+"""Releases that kvguard's own tests run on."""
+
+STANDING_LIMITS = (
+    "bytes that a KV connector, an offload tier or a bit flip changes in a page are not seen at level tags",
+    "a page that a connector writes after its request ended is not ordered with the forward, and not seen",
+    "wrong tokens under a right cache key, LoRA adapters and tenants are not seen at level tags",
+)
+"""What no configuration of this level covers."""
+
+
 class Unsupported(RuntimeError):
     """kvguard cannot see enough of this vLLM to guard it; the message says what and names the version."""
 
@@ -99,6 +110,8 @@ def describe_scheduler(scheduler: Any) -> tuple[PoolSpec, ...]:
         require(single, "req_to_blocks", "block_size")
         check_scheduler_shape(scheduler, manager, pool, single)
     check_configuration(getattr(scheduler, "vllm_config", None))
+    if getattr(manager.coordinator, "enable_partial_hash_hits", False):
+        raise _refuse("prefix hits on parts of blocks are not covered")
     groups = manager.kv_cache_config.kv_cache_groups
     specs = []
     for index, group in enumerate(groups):
@@ -131,6 +144,20 @@ def check_configuration(config: Any) -> None:
             f"speculative decoding with {method} is not covered: a drafter computes slots and reads the cache after "
             f"the check; covered: {', '.join(COVERED_SPECULATION)}"
         )
+
+
+def limits_of(config: Any) -> list[str]:
+    """What of this VllmConfig is guarded only in part; named when the guard attaches."""
+    found = []
+    if vllm_version().partition("+")[0] not in TESTED_RELEASES:
+        found.append(f"vLLM {vllm_version()} is not a tested release ({', '.join(TESTED_RELEASES)})")
+    transfer = getattr(config, "kv_transfer_config", None)
+    if transfer is not None:
+        connector = getattr(transfer, "kv_connector", None)
+        found.append(f"KV connector {connector}: the bytes that it moves are not verified")
+    if getattr(config, "lora_config", None) is not None:
+        found.append("LoRA: which adapter wrote a page is not verified")
+    return found
 
 
 def check_backends(runner: Any) -> None:

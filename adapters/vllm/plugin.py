@@ -53,7 +53,7 @@ def _patch_init(owner: Any, attach: Callable[[Any], None]) -> None:
 
 
 def _attach_scheduler(scheduler: Any) -> None:
-    from kvguard.adapters.vllm.layout import Unsupported, describe_scheduler
+    from kvguard.adapters.vllm.layout import Unsupported, describe_scheduler, limits_of, vllm_version
     from kvguard.adapters.vllm.scheduler_side import SchedulerSide
     from kvguard.config import GuardConfig
     from kvguard.telemetry import emit
@@ -63,6 +63,8 @@ def _attach_scheduler(scheduler: Any) -> None:
     config = GuardConfig.load()
     try:
         scheduler._kvguard_attached = SchedulerSide(scheduler, describe_scheduler(scheduler), config)
+        limits = limits_of(getattr(scheduler, "vllm_config", None))
+        emit("vllm_attached", severity="warning" if limits else "info", version=vllm_version(), not_covered=limits)
     except Unsupported as error:
         emit("not_attached", severity="critical", reason=str(error), on_guard_error=config.on_guard_error)
         if config.on_guard_error == "abort":
