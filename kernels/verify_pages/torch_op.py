@@ -42,6 +42,11 @@ def mix_tensor(key: int, columns: Tensor, tags: Tensor) -> Tensor:
     return x ^ _shift_right(x, 31)
 
 
+def on_host(tensor: Tensor) -> bool:
+    """Whether a look at the tensor's values waits for nothing. Tests of the path for devices say no."""
+    return tensor.device.type == "cpu"
+
+
 def _live_columns(offset: Tensor, start: Tensor, stop: Tensor, rows: int, columns: int) -> Tensor:
     """bool [rows, columns]: which manager-page columns lie in one of the row's extents.
 
@@ -142,7 +147,7 @@ def verify_pages(
 ) -> None:
     """See `kvguard.kernels.verify_pages.verify_pages` for the contract."""
     rows = row_index.shape[0]
-    if table.device.type == "cpu" and split == 1 and extent_start.shape[0] == rows:
+    if on_host(table) and split == 1 and extent_start.shape[0] == rows:
         clean = all_rows_clean(
             table=table.numpy(),
             page_tag=page_tag.numpy(),
@@ -173,7 +178,7 @@ def verify_pages(
         )
     flagged = record[:rows, FLAGS] != 0
     # On a CPU a look at the flags is no synchronisation, and almost every step ends here.
-    if table.device.type == "cpu" and not bool(flagged.any()):
+    if on_host(table) and not bool(flagged.any()):
         return
     _capture(table, row_index, flagged, evidence, evidence_row)
     if neutral_page < 0:

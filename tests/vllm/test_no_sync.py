@@ -1,0 +1,192 @@
+"""Nothing that the worker side does in a step waits for the device.
+
+Three ways to look. On the `meta` device a tensor has no values, so that whoever asks for one gets an exception: the
+whole path of a step is driven over it for both runners. In a real engine every torch call of the worker side is
+recorded, with the short way for tensors in host memory closed. Where there is a GPU, torch's sync debug mode watches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from kvguard.adapters.vllm import worker_side
+from kvguard.adapters.vllm.plugin import register
+from kvguard.adapters.vllm.ranks import worst_of
+from kvguard.adapters.vllm.scheduler_side import StepPayload
+from kvguard.adapters.vllm.worker_side import WorkerSide, WorkerSideV1, WorkerSideV2
+from kvguard.config import GuardConfig
+from kvguard.fault_injection.targets.vllm_engine import VllmEngine, VllmOptions
+from kvguard.guard import Guard
+from kvguard.kernels.verify_pages import torch_op
+from kvguard.pools import PoolSpec
+from tests.vllm.tiny import traffic, write_checkpoint
+
+DEVICES = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
+ROWS, COLUMNS, BLOCK = 4, 6, 16
+WAITING = {
+    "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero", "argwhere",
+    "masked_select", "unique", "equal", "allclose", "__contains__", "__array__", "synchronize", "is_nonzero",
+}  # fmt: skip
+
+
+class TwoRanks:
+    """In the place of RankVerdicts: two ranks with the same verdicts, no group."""
+
+    answers = True
+
+    def __init__(self, device: Any) -> None:
+        pass
+
+    def combine(self, pending: Any, delta: Any) -> Any:
+        return SimpleNamespace(record=worst_of(torch.stack([pending.record, pending.record])))
+
+
+def payloads(groups: int) -> Iterator[StepPayload]:
+    """Three steps of four requests: a first one, one that crosses pages, one that changes nothing."""
+    pools = [PoolSpec(name=f"group{index}", num_pages=200, page_size=BLOCK) for index in range(groups)]
+    guard = Guard(pools, GuardConfig.default(seed=1))
+    names, page = [f"r{row}" for row in range(ROWS)], 1
+    for name in names:
+        guard.start(name)
+    for step, columns in enumerate((COLUMNS - 2, 1, 0)):
+        for pool in pools:
+            for name in names:
+                guard.allocate(name, list(range(page, page + columns)), pool=pool.name)
+                page += columns
+        delta = guard.step(names, [0] * ROWS, [BLOCK * 3] * ROWS)
+        yield StepPayload(setup=guard.setup if step == 0 else None, delta=delta)
+
+
+def fake_runner(device: str, groups: int) -> Any:
+    """What the worker sides look at of a runner, V1's and V2's, with every tensor on the device."""
+
+    def table() -> torch.Tensor:
+        return torch.zeros((ROWS + 2, COLUMNS), dtype=torch.int32, device=device)
+
+    slots = torch.zeros((groups, 64), dtype=torch.int64, device=device)
+    start = torch.zeros(ROWS + 3, dtype=torch.int32, device=device)
+    tables = [table() for _ in range(groups)]
+    places = {f"r{row}": ROWS - 1 - row for row in range(ROWS)}
+    backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
+    batch = SimpleNamespace(
+        num_reqs=ROWS,
+        req_ids=list(places),
+        query_start_loc=start,
+        req_id_to_index=places,
+        block_table=SimpleNamespace(
+            block_tables=[
+                SimpleNamespace(
+                    block_table=SimpleNamespace(gpu=one),
+                    slot_mapping=SimpleNamespace(gpu=slots[group]),
+                    block_size=BLOCK,
+                )
+                for group, one in enumerate(tables)
+            ]
+        ),
+    )
+    runner = SimpleNamespace(
+        device=device,
+        attn_groups=[[SimpleNamespace(backend=backend)]],
+        input_batch=batch,
+        query_start_loc=SimpleNamespace(gpu=start),
+        block_tables=SimpleNamespace(input_block_tables=tables, slot_mappings=slots, block_sizes=[BLOCK] * groups),
+        _prepare_inputs=lambda: None,
+        prepare_attn=lambda batch: (tuple(tables), slots),
+        sample_tokens=lambda: None,
+    )
+    runner.execute_model = lambda output: (runner._prepare_inputs(), runner.prepare_attn(batch))[1] and None
+    return runner
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("side", [WorkerSideV1, WorkerSideV2])
+def test_no_value_is_read_in_a_step(
+    side: Callable[[Any], WorkerSide], groups: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The path of a step over tensors without values, and under the sync debug mode of a GPU."""
+    monkeypatch.setattr(worker_side, "RankVerdicts", TwoRanks)
+    runner = fake_runner(device, groups)
+    attached = side(runner)
+    if device == "cuda":
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        for payload in payloads(groups):
+            runner.execute_model(SimpleNamespace(_kvguard=payload))
+            assert attached._trouble == ""
+            pending = attached._pending
+            assert pending is not None and pending.record.shape == (groups, ROWS, 4)
+            assert pending.record.device.type == device
+    finally:
+        if device == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_reader_of_values_is_caught_on_meta(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check above can fail: one glance at the table, and the worker side is in trouble."""
+    monkeypatch.setattr(worker_side, "RankVerdicts", TwoRanks)
+    for glance in (torch.Tensor.tolist, torch.Tensor.cpu, torch.Tensor.nonzero, bool, lambda t: t[t > 0]):
+        runner = fake_runner("meta", 1)
+        attached = WorkerSideV1(runner)
+        check = attached._check
+
+        def glancing(
+            payload: Any, places: Any, tables: Any, *rest: Any, glance: Any = glance, check: Any = check
+        ) -> Any:
+            glance(tables[0][0, 0:1])
+            return check(payload, places, tables, *rest)
+
+        monkeypatch.setattr(attached, "_check", glancing)
+        runner.execute_model(SimpleNamespace(_kvguard=next(payloads(1))))
+        assert attached._trouble != "", glance
+
+
+class Recorder(TorchFunctionMode):
+    """Notes every torch call that brings values of a tensor to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.waits: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", str(func))
+        self.calls += 1
+        if name in WAITING or (name in ("__getitem__", "__setitem__") and _indexes_by_mask(args[1])):
+            self.waits.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def _indexes_by_mask(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
+
+
+def test_a_real_engine_is_never_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every torch call of the worker side, in every step of healthy and faulty traffic on the path for devices."""
+    monkeypatch.setenv("KVGUARD_LEVEL", "tags")
+    monkeypatch.setattr(torch_op, "on_host", lambda tensor: False)
+    register()
+    recorder = Recorder()
+    verify = WorkerSide._verify
+
+    def recorded(self: WorkerSide, *args: Any) -> None:
+        with recorder:
+            verify(self, *args)
+
+    monkeypatch.setattr(WorkerSide, "_verify", recorded)
+    engine = VllmEngine(VllmOptions(model=write_checkpoint(tmp_path)))
+    engine.generate(*traffic(1))
+    with recorder:
+        assert torch.ones(1).item() == 1
+    assert recorder.waits == ["item"], "the recorder sees what it is there for"
+    health = engine.guard_side.guard.health()
+    assert health.ok and health.counters["steps_verified"] > 50
+    assert recorder.calls > 50 * health.counters["steps_verified"]
