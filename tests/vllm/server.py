@@ -72,7 +72,7 @@ class Server:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
-        self._url = f"http://127.0.0.1:{port}"
+        self.url = f"http://127.0.0.1:{port}"
         environment = {key: value for key, value in os.environ.items() if not key.startswith("KVGUARD_")}
         path = os.environ["PYTHONPATH"].split(os.pathsep) if os.environ.get("PYTHONPATH") else []
         environment |= ENVIRONMENT | {
@@ -124,7 +124,7 @@ class Server:
     def healthy(self) -> bool:
         """Whether /health says 200."""
         try:
-            with urllib.request.urlopen(f"{self._url}/health", timeout=10) as answer:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=10) as answer:
                 return bool(answer.status == 200)
         except OSError:
             return False
@@ -133,7 +133,7 @@ class Server:
         """POST, and read everything that comes back."""
         headers = {"Content-Type": "application/json"} | ({"X-Request-Id": request_id} if request_id else {})
         data = json.dumps(body or {}).encode()
-        request = urllib.request.Request(f"{self._url}{path}", data=data, headers=headers, method="POST")
+        request = urllib.request.Request(f"{self.url}{path}", data=data, headers=headers, method="POST")
         try:
             with urllib.request.urlopen(request, timeout=300) as answer:
                 if not answer.headers.get("Content-Type", "").startswith("text/event-stream"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -131,3 +132,24 @@ def test_a_refused_request_is_as_before(server: Server) -> None:
     for stream in (True, False):
         reply = server.complete([1] * 500, 8, stream=stream)
         assert reply.status == 400 and "kvguard" not in reply.error["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+def test_a_client_library_retries_by_itself(server: Server, golden: list[tuple[int, ...]], stream: bool) -> None:
+    """The caller of OpenAI's library does not notice a request that was aborted before its first token."""
+    openai = importlib.import_module("openai")
+    name = f"library-{stream}"
+    order(server, "row", name, 0)
+    client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=2)
+    answer = client.completions.create(
+        model="tiny",
+        prompt=PROMPTS[0],
+        max_tokens=LENGTHS[0],
+        temperature=0,
+        stream=stream,
+        extra_headers={"X-Request-Id": name},
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    tokens = tuple(token for part in (answer if stream else [answer]) for token in part.choices[0].token_ids or ())
+    assert not server.order.exists(), "the fault was not injected"
+    assert tokens == golden[0]

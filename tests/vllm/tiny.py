@@ -4,9 +4,15 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pytest
+
+from kvguard.adapters.vllm.plugin import ATTACHED
 
 ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -109,6 +115,23 @@ class TinyEngine:
             )
             for output in outputs
         ]
+
+
+@contextmanager
+def unguarded() -> Iterator[None]:
+    """No kvguard variable, and vLLM's own constructors where an earlier test of this process registered the plug-in."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("KVGUARD_")]:
+            patch.delenv(name)
+        for owner in (Scheduler, RunnerV1, RunnerV2):
+            original = getattr(owner.__init__, "__wrapped__", None)
+            if original is not None and getattr(owner.__init__, ATTACHED, False):
+                patch.setattr(owner, "__init__", original)
+        yield
 
 
 def traffic(seed: int, requests: int = 6) -> tuple[list[list[int]], list[int]]:

@@ -1,0 +1,61 @@
+"""`kvguard doctor` in an environment with vLLM."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from kvguard.adapters.vllm import doctor, layout
+from kvguard.cli import build_app
+
+
+def run(*arguments: str) -> tuple[int, list[dict[str, str]], str]:
+    """Exit code, findings and the output of `kvguard doctor --json`."""
+    given = ["doctor", "--json", *arguments]
+    result = CliRunner().invoke(build_app(given), given)
+    findings = json.loads(result.stdout) if result.stdout.startswith("[") else []
+    return result.exit_code, findings, result.output
+
+
+def failed(findings: list[dict[str, str]]) -> list[str]:
+    return [finding["topic"] for finding in findings if finding["verdict"] == "failed"]
+
+
+def test_a_sound_environment_passes_and_names_its_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit 0: version, plug-in and hook points are fine; what is not covered is named."""
+    monkeypatch.setenv("KVGUARD_LEVEL", "tags")
+    code, findings, output = run("--engine", "vllm")
+    assert code == 0 and failed(findings) == [], output
+    text = "\n".join(finding["text"] for finding in findings if finding["verdict"] == "limit")
+    for missing in ("pipeline", "data", "context parallel", "drafter", "others are refused", "KV connector"):
+        assert missing in text
+    assert any(finding["topic"] == "vllm runner v2" and finding["verdict"] == "ok" for finding in findings)
+
+
+def test_what_would_leave_vllm_unguarded_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit 1 and a line that says what to do: level off, vLLM told not to load the plug-in, a vLLM that looks different."""
+    code, findings, _ = run()
+    assert code == 1 and failed(findings) == ["configuration"]
+    monkeypatch.setenv("KVGUARD_LEVEL", "tags")
+    monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
+    code, findings, output = run()
+    assert code == 1 and failed(findings) == ["vllm plug-in"] and "VLLM_PLUGINS" in output
+    monkeypatch.delenv("VLLM_PLUGINS")
+    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+    assert failed(run()[1]) == ["vllm plug-in"]
+    monkeypatch.undo()
+    monkeypatch.setenv("KVGUARD_LEVEL", "tags")
+    from vllm.v1.core.block_pool import BlockPool
+
+    monkeypatch.delattr(BlockPool, "evict_blocks")
+    code, findings, output = run()
+    assert code == 1 and failed(findings) == ["vllm scheduler"] and "BlockPool has no evict_blocks" in output
+    assert layout.vllm_version() in output
+
+
+def test_an_unknown_engine_is_a_usage_error() -> None:
+    """One line, exit 2."""
+    code, _, output = run("--engine", "vlm")
+    assert code == 2 and "no engine 'vlm'" in output
