@@ -41,12 +41,18 @@ def build_vllm() -> None:
     venv = os.path.join(ROOT, ".venv-vllm")
     python = os.path.join(venv, "bin", "python")
     stamp = os.path.join(venv, "kvguard-env.stamp")
-    with open(os.path.abspath(__file__), "rb") as file:
-        wanted = f"{ROOT}\n{platform.python_version()}\n{hashlib.sha256(file.read()).hexdigest()}\n"
+    wanted = f"{ROOT}\n{platform.python_version()}\n{_digest(os.path.abspath(__file__))}\n"
+    # A changed pyproject.toml may declare other entry points: kvguard is then installed anew, and nothing else.
+    installed = _digest(os.path.join(ROOT, "pyproject.toml"))
     if os.path.isfile(stamp) and os.path.exists(python):
         with open(stamp, encoding="utf-8") as file:
-            if file.read() == wanted:
-                return
+            found = file.read()
+        if found == wanted + installed:
+            return
+        if found.startswith(wanted):
+            _install_kvguard(python)
+            _write(stamp, wanted + installed)
+            return
     started = time.monotonic()
     run("creating .venv-vllm", sys.executable, "-m", "venv", "--clear", venv)
     run("installing uv", python, "-m", "pip", "install", "--quiet", "--no-input", "uv")
@@ -61,12 +67,26 @@ def build_vllm() -> None:
         uv = (python, "-m", "uv", "pip", "install", "--python", python, "--compile-bytecode", *source)
         run(f"installing {VLLM} without what a CPU does not need", *uv, "--override", overrides.name, VLLM, SETUPTOOLS)
         run("installing what kvguard needs", *uv, *KVGUARD_NEEDS)
-        run("installing kvguard", *uv, "--no-deps", "--no-build-isolation", "--editable", ROOT)
+        _install_kvguard(python)
     finally:
         os.unlink(overrides.name)
-    with open(stamp, "w", encoding="utf-8") as file:
-        file.write(wanted)
+    _write(stamp, wanted + installed)
     say(f"ready after {time.monotonic() - started:.0f} s: .venv-vllm")
+
+
+def _install_kvguard(python: str) -> None:
+    uv = (python, "-m", "uv", "pip", "install", "--python", python)
+    run("installing kvguard", *uv, "--no-deps", "--no-build-isolation", "--editable", ROOT)
+
+
+def _digest(path: str) -> str:
+    with open(path, "rb") as file:
+        return hashlib.sha256(file.read()).hexdigest()
+
+
+def _write(path: str, text: str) -> None:
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 def main() -> int:

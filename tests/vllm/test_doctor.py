@@ -35,7 +35,7 @@ def test_a_sound_environment_passes_and_names_its_limits(monkeypatch: pytest.Mon
 
 
 def test_what_would_leave_vllm_unguarded_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Exit 1 and a line that says what to do: level off, vLLM told not to load the plug-in, a vLLM that looks different."""
+    """Exit 1 and a line that says what to do: level off, plug-in kept out, a vLLM that looks different."""
     code, findings, _ = run()
     assert code == 1 and failed(findings) == ["configuration"]
     monkeypatch.setenv("KVGUARD_LEVEL", "tags")
