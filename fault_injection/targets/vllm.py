@@ -146,7 +146,9 @@ class VllmTarget:
 
     def list_as_free(self, page: int) -> None:
         block = self._pool.blocks[page]
-        # vLLM asserts that what leaves the queue has no references; such a page got there by losing them.
+        # vLLM asserts that what leaves the queue has no references; such a page got there by losing them. Still cached,
+        # it could leave the queue as a prefix hit, and nobody would get it a second time.
+        self._pool._maybe_evict_cached_block(block)
         block.ref_cnt = 0
         self._pool.free_block_queue.prepend_n([block])
 
