@@ -3,35 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
-from kvguard.books import Books, UsageError, page_ids
-from kvguard.page_table import PageState, Promise
+from kvguard.books import UsageError, page_ids
+from kvguard.handover import PageHandover, Retired
+from kvguard.page_table import Promise
 from kvguard.requests import RequestState
-from kvguard.telemetry import emit
-from kvguard.violation import Action, Kind, Proof
+from kvguard.violation import Kind
+
+__all__ = ["BookKeeping", "Retired"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Retired:
-    """What became of pages that an allocator wanted back.
-
-    reusable     may go to the free list
-    refused      must stay where they are: freeing them is a violation (double free, still held by a running request)
-    quarantined  are given up by their owner and must not go to the free list either, until `reset`
-    """
-
-    reusable: list[int]
-    refused: list[int]
-    quarantined: list[int]
-
-
-class BookKeeping:
+class BookKeeping(PageHandover):
     """The book-keeping calls of a Guard. Pages are the allocator's; a pool is named by its spec, None: the first."""
-
-    def __init__(self, books: Books) -> None:
-        self._books = books
-        self._control = Proof.CONTROL_PLANE in books.proofs
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -52,6 +35,7 @@ class BookKeeping:
         state = books.requests.pop(request, None)
         if state is None:
             return
+        books.roster += 1
         books.release_all(state)
         state.alive = False
         books.rows.give_slot(state.slot)
@@ -73,6 +57,7 @@ class BookKeeping:
 
     def _restart(self, state: RequestState) -> None:
         books = self._books
+        books.roster += 1
         books.incarnations += 1
         state.incarnation = books.incarnations
         state.stalled = False
@@ -106,96 +91,23 @@ class BookKeeping:
 
         `cut`: the pages past `tokens` are given up, so that nothing in flight counts past it.
         """
-        rows, slot = self._books.rows, state.slot
-        rejected = max(0, int(rows.computed[slot]) - tokens)
-        rows.computed[slot] = min(int(rows.computed[slot]), tokens)
-        rows.scheduled[slot] = rows.computed[slot]
+        rejected = max(0, state.computed - tokens)
+        state.computed = min(state.computed, tokens)
         for pending in self._books.pending.values():
             for row in pending.rows_of(state):
-                if int(pending.incarnations[row]) != state.incarnation:
+                if pending.incarnations[row] != state.incarnation:
                     continue
-                end = int(pending.ends[row]) - rejected
+                end = pending.ends[row] - rejected
                 pending.ends[row] = max(0, min(end, tokens) if cut or not rejected else end)
-                rows.scheduled[slot] = max(int(rows.scheduled[slot]), int(pending.ends[row]))
 
     # -- pages ----------------------------------------------------------------------------------------------------
-
-    def allocate(self, request: str, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
-        """The allocator gave `pages` to the request, for its next columns in this order; returns those accepted.
-
-        A page that is not accepted must not be used: it is still someone's (double allocation), in quarantine, the null
-        page, or outside the pool. The caller draws others and calls again; a refused page leaves the free list for good
-        and comes back when its holder frees it. Only pages accepted are in the ledger.
-        """
-        pages = page_ids(pages)
-        books = self._books
-        index = books.index(pool)
-        table, state = books.tables[index], books.state(request)
-        ledger = state.ledgers[index]
-        accepted = []
-        try:
-            for page in pages:
-                if (table.spec.name, page) in books.quarantine and books.enforcing:
-                    continue
-                if self._control:
-                    problem = table.problem_with_allocation(page)
-                    if problem is not None and self._refuse(problem, index, page, request):
-                        continue
-                if 0 <= page < table.spec.num_pages:
-                    self._revoke(table.record(page).promise)
-                    ledger.append(page, table.allocate(page, request))
-                else:
-                    # Let through for lack of a control plane: the device has no tag for it and will flag the row.
-                    ledger.append(page, table.invent_tag())
-                accepted.append(page)
-        finally:
-            # GuardHalt may end the loop early; what is in the ledger must be what the next step sends.
-            books.rows.sync(state, index)
-        return accepted
-
-    def vet(self, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
-        """Which of these pages may not be handed out: still held, in quarantine, the null page, outside the pool.
-
-        For engines whose allocator does not say for whom it allocates: vet when the pages leave the free list, call
-        `allocate` when their request is known. Without the control plane only quarantined pages are answered.
-        """
-        books = self._books
-        index = books.index(pool)
-        table = books.tables[index]
-        refused = []
-        for page in pages:
-            if (table.spec.name, page) in books.quarantine and books.enforcing:
-                refused.append(page)
-            elif self._control:
-                problem = table.problem_with_allocation(page)
-                if problem is not None and self._refuse(problem, index, page, None):
-                    refused.append(page)
-        return refused
-
-    def vet_hits(self, request: str, hits: Sequence[tuple[Hashable, int]], *, pool: str | None = None) -> int:
-        """How many leading hits of a cache lookup may be taken; nothing is recorded in any ledger yet."""
-        books = self._books
-        index = books.index(pool)
-        table = books.tables[index]
-        for accepted, (key, page) in enumerate(hits):
-            if (table.spec.name, page) in books.quarantine and books.enforcing:
-                return accepted
-            problem = table.problem_with_adoption(page, key)
-            if problem is not None and self._control and self._refuse(problem, index, page, request):
-                return accepted
-        return len(hits)
-
-    def quarantined(self, page: int, *, pool: str | None = None) -> bool:
-        """Whether the page is kept out of circulation."""
-        name = self._books.tables[self._books.index(pool)].spec.name
-        return (name, page) in self._books.quarantine
 
     def skip(self, request: str, columns: int, *, pool: str | None = None) -> None:
         """The request's next `columns` columns stay empty: pages that a sliding window does not need."""
         index = self._books.index(pool)
         state = self._books.state(request)
         state.ledgers[index].skip(columns)
-        self._books.rows.sync(state, index)
+        self._books.rows.touch(state)
 
     def publish(
         self, request: str, column: int, key: Hashable, *, pool: str | None = None, tokens: int | None = None
@@ -227,7 +139,7 @@ class BookKeeping:
             raise UsageError(f"pool {table.spec.name} has no page size: say at how many tokens the page is complete")
         need = tokens if tokens is not None else (column + 1) * int(size or 0)
         promise = None
-        if state.stalled or need > int(books.rows.computed[state.slot]):
+        if state.stalled or need > state.computed:
             promise = Promise(pool=table.spec.name, page=page, tag=tag, writer=state, need_tokens=need)
             self._attach(promise, state)
         self._revoke(table.record(page).promise)
@@ -238,21 +150,13 @@ class BookKeeping:
         """An open promise waits with the step in flight that writes it, or with the writer until one is scheduled."""
         for pending in self._books.pending.values():
             for row in pending.rows_of(state):
-                same = int(pending.incarnations[row]) == state.incarnation
-                if same and int(pending.ends[row]) >= promise.need_tokens:
+                same = pending.incarnations[row] == state.incarnation
+                if same and pending.ends[row] >= promise.need_tokens:
                     promise.step = pending.step
                     pending.promises.append((row, promise))
                     return
         state.promises.append(promise)
-
-    def _refuse(self, problem: Kind, index: int, page: int, request: str | None) -> bool:
-        """Record the fault of an operation; whether it must not take effect. What the report says is what happens."""
-        return self._books.control_violation(problem, index, page, request).action is not Action.OBSERVED
-
-    def _revoke(self, promise: Promise | None) -> None:
-        """The page moved on: nobody will be scheduled to write it. A step in flight still keeps its promise."""
-        if promise is not None and promise.step is None:
-            self._books.settle(promise, kept=False)
+        self._books.marked.add(state)
 
     def adopt(
         self,
@@ -274,6 +178,7 @@ class BookKeeping:
         table, state = books.tables[index], books.state(request)
         ledger = state.ledgers[index]
         accepted = 0
+        books.rows.touch(state)
         pages = page_ids([page for _, page in hits])
         for (key, _), page in zip(hits, pages, strict=True):
             problem = table.problem_with_adoption(page, key)
@@ -291,10 +196,10 @@ class BookKeeping:
             if promise is not None and promise.writer is not state:
                 promise.dependents.append((state, state.incarnation))
                 state.depends.append(promise)
+                books.marked.add(state)
             table.adopt(page, request)
             ledger.append(page, table.tag(page))
             accepted += 1
-        books.rows.sync(state, index)
         return accepted
 
     def drop(self, request: str, start: int, stop: int, *, pool: str | None = None) -> list[int]:
@@ -312,7 +217,7 @@ class BookKeeping:
         index, state = books.index(pool), books.state(request)
         cut = state.ledgers[index].truncate(columns)
         size = books.tables[index].spec.page_size
-        if size is not None and int(books.rows.scheduled[state.slot]) > columns * size:
+        if size is not None and books.scheduled_tokens(state) > columns * size:
             self._move_back(state, columns * size, cut=True)
         return self._give_up(state, index, cut)
 
@@ -321,15 +226,14 @@ class BookKeeping:
         books = self._books
         table = books.tables[index]
         gone = set(cut)
-        for page, _ in cut:
-            table.release(page, state.id)
+        table.release_each([page for page, _ in cut], state.id)
         if gone:
             for promise in state.promises:
                 if promise.pool == table.spec.name and (promise.page, promise.tag) in gone:
                     self._books.settle(promise, kept=False)
             state.promises = [promise for promise in state.promises if promise.kept is None]
             self._stop_depending(state, table.spec.name, gone)
-        books.rows.sync(state, index)
+        books.rows.touch(state)
         return [page for page, _ in cut]
 
     def _stop_depending(self, state: RequestState, pool: str, gone: set[tuple[int, int]]) -> None:
@@ -348,71 +252,3 @@ class BookKeeping:
                 kept.append(promise)
         state.depends = kept
 
-    def retire(self, pages: Sequence[int], *, by: str | None = None, pool: str | None = None) -> Retired:
-        """The allocator wants `pages` back, free to be handed out again. Only `reusable` ones may go to its free list.
-
-        `by`: the request that gives them back, if it is known and has not finished; its ledger keeps expecting the tag
-        the page had, so that a read after its own free is flagged.
-        """
-        pages = page_ids(pages)
-        books = self._books
-        index = books.index(pool)
-        table = books.tables[index]
-        result = Retired(reusable=[], refused=[], quarantined=[])
-        for page in pages:
-            if self._control:
-                problem = table.problem_with_retire(page, by)
-                if problem is not None and self._refuse(problem, index, page, by):
-                    result.refused.append(page)
-                    continue
-            if table.problem_with_page(page) is None:
-                if table.tag(page) != 0:
-                    self._revoke(table.retire(page, by))
-                else:
-                    table.record(page).reset_free = False
-            if (table.spec.name, page) in books.quarantine and books.enforcing:
-                result.quarantined.append(page)
-            else:
-                result.reusable.append(page)
-        return result
-
-    def unpublish(self, pages: Sequence[int], *, pool: str | None = None) -> None:
-        """The pages can no longer be found in the cache; who holds them keeps them."""
-        index = self._books.index(pool)
-        table = self._books.tables[index]
-        for page in pages:
-            if 0 <= page < table.spec.num_pages:
-                promise = table.record(page).promise
-                table.unpublish(page)
-                if promise is not None and not promise.dependents:
-                    self._books.settle(promise, kept=False)
-
-    def reset(self, *, pool: str | None = None, revoke_held: bool = False) -> list[int]:
-        """The engine emptied its prefix cache, slept, woke up or changed its weights.
-
-        Every publication is gone, pages that no request holds are vacant, quarantined pages are released. Returns the
-        released pages that nobody holds, ascending: the caller zeroes them and puts those on its free list that are
-        not there already.
-        `revoke_held`: KV of running requests is invalid too (new weights); a request that reads it again is flagged.
-        Preempt them: they hold their pages until then, and give them back as ever.
-        """
-        books = self._books
-        index = books.index(pool)
-        table = books.tables[index]
-        released = books.quarantine.release(table.spec.name)
-        for page in table.live_pages():
-            if not table.record(page).holders:
-                self._revoke(table.retire(page, None))
-                table.record(page).reset_free = True
-            elif revoke_held:
-                self._revoke(table.revoke(page))
-            else:
-                # Its writer still computes it; only the cache forgets it.
-                table.unpublish(page)
-        books.breaker.reset()
-        emit("reset", pool=table.spec.name, released_pages=len(released))
-        return [page for page in released if not table.record(page).holders]
-
-    def page_state(self, page: int, *, pool: str | None = None) -> PageState:
-        """Where a page is in its life; for tests and for `doctor`-like tools."""
-        return self._books.tables[self._books.index(pool)].record(page).state

@@ -24,7 +24,7 @@ from kvguard.violation import Action, Kind, Proof, Violation
 
 if TYPE_CHECKING:
     from kvguard.page_table import Promise
-    from kvguard.steps import PendingStep
+    from kvguard.steps import Batch, PendingStep
 
 RECENT_VIOLATIONS = 256
 
@@ -46,7 +46,10 @@ def page_ids(pages: Sequence[int]) -> Sequence[int]:
 
     Tensors are refused rather than converted: reading one from a device would wait for the device.
     """
-    if all(type(page) is int for page in pages):
+    for page in pages:
+        if type(page) is not int:
+            break
+    else:
         return pages
     if isinstance(pages, np.ndarray) and np.issubdtype(pages.dtype, np.integer):
         listed: list[int] = pages.tolist()
@@ -67,12 +70,13 @@ class Books:
             raise ValueError(f"pool names must differ: {', '.join(names)}")
         self.config = config
         self.proofs = proofs
+        self.checks_tags = Proof.TAG in proofs
         self.key = draw_digest_key(config.seed)
         self.tags = TagCounter(config.seed)
         self.recorder = FlightRecorder(config.recorder_events_per_page)
         self.tables = tuple(PageTable(spec, self.tags, self.recorder) for spec in pools)
         self.pool_index = {name: index for index, name in enumerate(names)}
-        self.rows = RowArrays(len(pools))
+        self.rows = RowArrays([spec.page_size for spec in pools])
         self.requests: dict[str, RequestState] = {}
         self.pending: dict[int, PendingStep] = {}
         self.quarantine = Quarantine(config.quarantine_pages_max)
@@ -80,6 +84,12 @@ class Books:
         self.counters = Counters()
         self.recent: deque[Violation] = deque(maxlen=RECENT_VIOLATIONS)
         self.incarnations = 0
+        self.roster = 0
+        """Grows whenever a request starts, ends or begins another incarnation: what is kept of a batch is then void."""
+        self.batch: Batch | None = None
+        """The rows of the last step, taken over by the next one if they are the same."""
+        self.marked: set[RequestState] = set()
+        """Requests with promises, dependencies or a sentence: a step looks at each of them, and at no other."""
         self.stalled = False
         """Whether any request was ever stalled (see RequestState); steps need not look while none was."""
         self.step = 0
@@ -100,8 +110,7 @@ class Books:
 
     def set_event_step(self, step: int) -> None:
         """The step under which page events are recorded from now on."""
-        for table in self.tables:
-            table.step = step
+        self.recorder.step = step
 
     def index(self, pool: str | None) -> int:
         """The index of a pool by name; None means the only or first one."""
@@ -121,6 +130,7 @@ class Books:
 
     def new_state(self, request: str) -> RequestState:
         """A fresh request with empty ledgers."""
+        self.roster += 1
         self.incarnations += 1
         state = RequestState(
             id=request,
@@ -131,6 +141,15 @@ class Books:
         self.rows.begin(state)
         self.requests[request] = state
         return state
+
+    def scheduled_tokens(self, state: RequestState) -> int:
+        """Tokens of the request whose KV is written once the steps in flight have run."""
+        tokens = state.computed
+        for pending in self.pending.values():
+            for row in pending.rows_of(state):
+                if pending.incarnations[row] == state.incarnation:
+                    tokens = max(tokens, pending.ends[row])
+        return tokens
 
     def open_promises(self, writer: RequestState) -> list[Promise]:
         """Promises of this writer that are neither kept nor broken, scheduled or not."""
@@ -151,14 +170,14 @@ class Books:
     def release_all(self, state: RequestState) -> None:
         """Forget what the request holds in every pool; its pages stay as they are."""
         for table, ledger in zip(self.tables, state.ledgers, strict=True):
-            for _, page, _ in ledger.entries():
-                table.release(page, state.id)
+            table.release_each([page for _, page, _ in ledger.entries()], state.id)
             ledger.clear()
         for promise in state.promises:
             # No step was scheduled that writes this page: whoever adopted it will be stopped before reading it.
             self.settle(promise, kept=False)
         state.promises.clear()
         state.depends.clear()
+        self.rows.touch(state)
 
     def control_violation(
         self, kind: Kind, pool: int, page: int, request: str | None, detail: str = ""

@@ -142,17 +142,14 @@ class Guard(BookKeeping):
             return []
         for _, promise in pending.promises:
             books.settle(promise, kept=False)
-        rows = books.rows
         detail = f"step {step} of this request was abandoned before it had written its part"
         for row, state in enumerate(pending.states):
-            if state.incarnation != int(pending.incarnations[row]) or not state.alive:
+            if state.incarnation != pending.incarnations[row] or not state.alive:
                 continue
-            later = [(other, place) for other in books.pending.values() for place in other.rows_of(state)]
-            for other, place in later:
+            for other in books.pending.values():
                 if other.step > step:
-                    other.suspects.setdefault(place, (Kind.WRITER_NEVER_RAN, detail))
-            if not later:
-                rows.scheduled[state.slot] = rows.computed[state.slot]
+                    for place in other.rows_of(state):
+                        other.suspects.setdefault(place, (Kind.WRITER_NEVER_RAN, detail))
         return [state.id for state in pending.states]
 
     def _check_thread(self) -> None:

@@ -77,13 +77,13 @@ def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgem
     """Settle one step. Clean steps take the short way: two array operations and the promises of the step."""
     records = verdicts.records
     flagged: list[int] = []
-    if Proof.TAG in books.proofs and pending.states:
+    if books.checks_tags and pending.states:
         shape = None if records is None else records.shape[:2]
         if shape != (len(books.tables), len(pending.states)):
             raise UncheckedStep(f"step {pending.step}: verdicts of shape {shape}; the verification did not run")
     if records is not None:
         flags = records[:, :, FLAGS]
-        if flags.any():
+        if np.count_nonzero(flags):
             if (flags == NOT_CHECKED).any():
                 raise UncheckedStep(f"step {pending.step}: no verdict for some rows; the verification did not run")
             flagged = np.flatnonzero(flags.any(axis=0)).tolist()
@@ -101,14 +101,17 @@ def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgem
 
 def _confirm(books: Books, pending: PendingStep, unproven: set[int] | None) -> None:
     """Verified rows of requests that are still in the same incarnation have computed up to their end."""
-    rows, slots = books.rows, pending.slots
-    good = rows.incarnation[slots] == pending.incarnations
-    if unproven:
-        good[list(unproven)] = False
-    if books.stalled:
-        good &= np.fromiter((not state.stalled for state in pending.states), bool, len(slots))
-    slots, ends = slots[good], pending.ends[good]
-    rows.computed[slots] = np.maximum(rows.computed[slots], ends)
+    batch = pending.batch
+    if not unproven and not books.stalled and batch.roster == books.roster:
+        for state, end in zip(batch.states, pending.ends, strict=True):
+            if end > state.computed:
+                state.computed = end
+        return
+    for row, state in enumerate(batch.states):
+        if unproven and row in unproven or state.stalled:
+            continue
+        if state.incarnation == batch.incarnations[row]:
+            state.computed = max(state.computed, pending.ends[row])
 
 
 def _judge_flagged(books: Books, pending: PendingStep, verdicts: Verdicts, rows: list[int]) -> Judgement:
@@ -153,6 +156,7 @@ def _judge_flagged(books: Books, pending: PendingStep, verdicts: Verdicts, rows:
 def _condemn(books: Books, state: RequestState, violation: Violation) -> None:
     """The request is over, and so are its rows in every step in flight, clean on the device or not."""
     state.condemned, state.observed = violation.id, violation.action is Action.OBSERVED
+    books.marked.add(state)
     for pending in books.pending.values():
         pending.condemned.update(pending.rows_of(state))
 
@@ -248,7 +252,7 @@ def _describe(
             pool=table.spec.name,
             request=state.id,
             step=pending.step,
-            row=int(pending.table_rows[row]),
+            row=pending.batch.table_rows[row],
             column=column,
             page=page,
             expected_tag=expected,
@@ -285,7 +289,7 @@ def _reads_promise(books: Books, dependent: RequestState, incarnation: int) -> b
     if dependent.alive and dependent.incarnation == incarnation:
         return True
     return any(
-        int(pending.incarnations[row]) == incarnation
+        pending.incarnations[row] == incarnation
         for pending in books.pending.values()
         for row in pending.rows_of(dependent)
     )

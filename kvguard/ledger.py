@@ -8,32 +8,81 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvguard.kernels.mixing import MASK64, mix
+import numpy as np
+
+from kvguard.kernels.mixing import MASK64, mix, mix_array
 from kvguard.tags import VACANT
 
 GAP = -1
+VECTOR_TERMS = 24
+"""From so many new columns on (a prefill), their terms are computed as an array."""
 
 
 class Ledger:
     """Pages and tags of one request in one pool.
 
-    `digest` is the sum of mix(key, column, tag) over the live columns modulo 2**64, kept up to date by every change:
-    appending or dropping a page costs one term, whatever the length. A column is a gap where its tag is VACANT: a page
-    id cannot tell, for a ledger may hold one outside the pool that nothing checked.
+    `digest` is the sum of mix(key, column, tag) over the live columns modulo 2**64: appending or dropping a page costs
+    one term, whatever the length. Terms of appended columns are added when the digest is asked for, once a step and not
+    once a page. A column is a gap where its tag is VACANT: a page id cannot tell, for a ledger may hold one outside the
+    pool that nothing checked.
     """
 
-    __slots__ = ("_key", "_pages", "_tags", "_extents", "digest")
+    __slots__ = ("_key", "_pages", "_tags", "_extents", "_digest", "_summed")
 
     def __init__(self, key: int) -> None:
         self._key = key
         self._pages: list[int] = []
         self._tags: list[int] = []
         self._extents: list[list[int]] = []
-        self.digest = 0
+        self._digest = 0
+        self._summed = 0
+        """Columns whose terms are in `_digest`; later ones were appended since."""
 
     def __len__(self) -> int:
         """Columns up to the last live one, gaps included."""
         return len(self._pages)
+
+    @property
+    def digest(self) -> int:
+        """The digest over the live columns, in [0, 2**64)."""
+        if self._summed != len(self._tags):
+            self._add_terms()
+        return self._digest
+
+    def _add_terms(self) -> None:
+        first, digest = self._summed, self._digest
+        tags = self._tags[first:]
+        if len(tags) < VECTOR_TERMS:
+            for column, tag in enumerate(tags, first):
+                if tag != VACANT:
+                    digest += mix(self._key, column, tag)
+        else:
+            values = np.array(tags, np.uint64)
+            terms = mix_array(self._key, np.arange(first, first + len(tags), dtype=np.uint64), values)
+            digest += int(terms[values != VACANT].sum(dtype=np.uint64))
+        self._digest, self._summed = digest & MASK64, len(self._tags)
+
+    def write(self, cells: memoryview, cell: int, stride: int) -> int:
+        """Digest, start and stop of the first extent into `cells` at cell, cell + stride and cell + 2 * stride.
+
+        Returns the columns up to the last live one, negative if there are several extents.
+        """
+        tags, column = self._tags, self._summed
+        columns = len(tags)
+        if column != columns:
+            if column + 1 == columns and tags[column] != VACANT:
+                # One page was crossed: by far the most frequent change.
+                self._digest = (self._digest + mix(self._key, column, tags[column])) & MASK64
+                self._summed = columns
+            else:
+                self._add_terms()
+        cells[cell] = self._digest
+        extents = self._extents
+        if extents:
+            cells[cell + stride], cells[cell + stride + stride] = extents[0]
+            return columns if len(extents) == 1 else -columns
+        cells[cell + stride] = cells[cell + stride + stride] = 0
+        return columns
 
     @property
     def extents(self) -> list[tuple[int, int]]:
@@ -72,7 +121,6 @@ class Ledger:
             self._extents[-1][1] = column + 1
         else:
             self._extents.append([column, column + 1])
-        self.digest = (self.digest + mix(self._key, column, tag)) & MASK64
         return column
 
     def skip(self, columns: int) -> None:
@@ -90,10 +138,11 @@ class Ledger:
             self.append(page, tag)
             return
         was_gap = self._tags[column] == VACANT
+        digest = self.digest + mix(self._key, column, tag)
         if not was_gap:
-            self.digest = (self.digest - mix(self._key, column, self._tags[column])) & MASK64
+            digest -= mix(self._key, column, self._tags[column])
+        self._digest = digest & MASK64
         self._pages[column], self._tags[column] = page, tag
-        self.digest = (self.digest + mix(self._key, column, tag)) & MASK64
         if was_gap:
             self._rebuild()
 
@@ -104,6 +153,7 @@ class Ledger:
         """
         dropped: list[tuple[int, int]] = []
         extents: list[list[int]] = []
+        digest = self.digest
         for first, last in self._extents:
             left, right = max(first, start), min(last, stop)
             if left >= right:
@@ -111,17 +161,19 @@ class Ledger:
                 continue
             for column in range(left, right):
                 dropped.append((self._pages[column], self._tags[column]))
-                self.digest = (self.digest - mix(self._key, column, self._tags[column])) & MASK64
+                digest -= mix(self._key, column, self._tags[column])
                 self._pages[column], self._tags[column] = GAP, VACANT
             extents += [[a, b] for a, b in ((first, left), (right, last)) if a < b]
         if dropped:
             self._extents = extents
+            self._digest = digest & MASK64
         return dropped
 
     def truncate(self, columns: int) -> list[tuple[int, int]]:
         """Keep only the first `columns` columns (tail given back); returns (page, tag) of each live one cut off."""
         cut = self.drop(columns, len(self._pages))
         del self._pages[columns:], self._tags[columns:]
+        self._summed = len(self._tags)
         return cut
 
     def clear(self) -> None:
@@ -129,7 +181,7 @@ class Ledger:
         self._pages.clear()
         self._tags.clear()
         self._extents.clear()
-        self.digest = 0
+        self._digest = self._summed = 0
 
     def _rebuild(self) -> None:
         extents: list[list[int]] = []

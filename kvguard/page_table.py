@@ -7,12 +7,12 @@ retired (tag back to vacant) -> vacant. States are derived from the record, neve
 from __future__ import annotations
 
 import enum
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvguard.pools import PoolSpec
-from kvguard.recorder import FlightRecorder, PageEvent
+from kvguard.recorder import FlightRecorder
 from kvguard.tags import VACANT, TagCounter
 from kvguard.violation import Kind
 
@@ -90,11 +90,19 @@ class PageTable:
         self.spec = spec
         self._tags = tags
         self._recorder = recorder
+        self._events = recorder.events_of(spec.name)
         self._records: dict[int, PageRecord] = {}
         self.changes: dict[int, int] = {}
         """page -> tag since the last step; the last change of a page wins."""
-        self.step = 1
-        """The step under which events are recorded."""
+
+    @property
+    def step(self) -> int:
+        """The step under which events are recorded, the same for all tables of one recorder."""
+        return self._recorder.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._recorder.step = step
 
     def record(self, page: int) -> PageRecord:
         """The record of a page inside the pool, made on first use."""
@@ -117,6 +125,15 @@ class PageTable:
         return sorted(page for page, record in self._records.items() if record.tag != VACANT)
 
     # -- checks ---------------------------------------------------------------------------------------------------
+
+    def may_be_handed_out(self, pages: Sequence[int]) -> bool:
+        """Whether nothing at all stands against allocating these pages: a quick answer to the usual question."""
+        records, null_page, num_pages = self._records, self.spec.null_page, self.spec.num_pages
+        for page in pages:
+            record = records.get(page)
+            if page == null_page or not 0 <= page < num_pages or (record is not None and record.holders):
+                return False
+        return True
 
     def problem_with_page(self, page: int) -> Kind | None:
         """Whether the id can be a request's page at all."""
@@ -156,13 +173,46 @@ class PageTable:
 
     def allocate(self, page: int, request: str) -> int:
         """Hand the page to a request under a fresh tag; earlier holders keep their now outdated ledgers."""
-        record = self.record(page)
-        self._end_publication(record)
-        record.tag = self.changes[page] = self._tags.take()
-        record.owner, record.holders, record.was_used = request, {request}, True
-        record.reset_free = False
-        self._note(page, "allocated", record.tag, request)
-        return record.tag
+        self.record(page)
+        return self.allocate_each((page,), (request,), whatever=True)[0]
+
+    def allocate_each(self, pages: Sequence[int], requests: Sequence[str], *, whatever: bool = False) -> list[int]:
+        """Hand each page to the request beside it under a fresh tag; returns the tags.
+
+        It stops before the first page that needs a closer look, because it may not be a request's page, somebody holds
+        it, or its last publication is still a promise. `whatever`: it is the caller's will all the same.
+        """
+        records, changes, all_events = self._records, self.changes, self._events
+        null_page, num_pages = self.spec.null_page, self.spec.num_pages
+        step, depth, take = self._recorder.step, self._recorder.depth, self._tags.take
+        tags: list[int] = []
+        for page, request in zip(pages, requests, strict=True):
+            if not 0 <= page < num_pages:
+                break
+            record = records.get(page)
+            if record is None:
+                record = records[page] = PageRecord()
+            if record.holders or record.promise is not None or page == null_page:
+                if not whatever:
+                    break
+                record.holders.clear()
+            if record.publication is not None:
+                self._end_publication(record)
+            tag = record.tag = changes[page] = take()
+            record.owner = request
+            record.holders.add(request)
+            record.was_used = True
+            record.reset_free = False
+            tags.append(tag)
+            # What `_note` does, without the call: this is the loop that a step's page crossings go through.
+            if depth:
+                events = all_events.get(page)
+                if events is None:
+                    events = all_events[page] = []
+                events.append((step, "allocated", tag, request))
+                if len(events) > depth:
+                    del events[0]
+        return tags
 
     def retire(self, page: int, by: str | None) -> Promise | None:
         """The page goes back to the allocator; returns its open promise, which is thereby broken."""
@@ -172,9 +222,25 @@ class PageTable:
         self._end_publication(record)
         record.tag = self.changes[page] = VACANT
         record.owner = None
-        record.holders = set()
+        record.holders.clear()
         record.reset_free = False
         return promise
+
+    def retire_idle(self, pages: Sequence[int], by: str | None) -> int:
+        """Retire pages that nobody but the giver holds; returns how many leading ones.
+
+        It stops before the first page that needs a closer look: one that is vacant already, held by others, or whose
+        publication is still a promise.
+        """
+        records = self._records
+        for place, page in enumerate(pages):
+            record = records.get(page)
+            if record is None or record.tag == VACANT or record.promise is not None or page == self.spec.null_page:
+                return place
+            if record.holders and (by not in record.holders or len(record.holders) > 1):
+                return place
+            self.retire(page, by)
+        return len(pages)
 
     def revoke(self, page: int) -> Promise | None:
         """The page's content is invalid, its holders still hold it: a fresh tag that no ledger expects."""
@@ -236,13 +302,26 @@ class PageTable:
 
     def release(self, page: int, request: str) -> None:
         """The request's ledger no longer holds the page."""
-        record = self._records.get(page)
-        if record is not None:
-            record.holders.discard(request)
+        self.release_each((page,), request)
+
+    def release_each(self, pages: Sequence[int], request: str) -> None:
+        """The request's ledger no longer holds these pages; what is no page of this pool is passed over."""
+        records = self._records
+        for page in pages:
+            record = records.get(page)
+            if record is not None:
+                record.holders.discard(request)
 
     def invent_tag(self) -> int:
         """A tag that no page carries or ever will: what a ledger expects that must not be satisfied."""
         return self._tags.take()
 
     def _note(self, page: int, what: str, tag: int, request: str | None) -> None:
-        self._recorder.record(self.spec.name, page, PageEvent(self.step, what, tag, request))
+        depth = self._recorder.depth
+        if depth:
+            events = self._events.get(page)
+            if events is None:
+                events = self._events[page] = []
+            events.append((self._recorder.step, what, tag, request))
+            if len(events) > depth:
+                del events[0]

@@ -1,11 +1,10 @@
 """The flight recorder: the last events in the life of each page, for violation reports.
 
-Recording is a tuple append to a bounded deque; nothing is formatted until a report asks for it.
+Recording is a plain tuple in a short list; no object is made and nothing is formatted until a report asks for it.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -29,22 +28,33 @@ class PageHistory:
     events: tuple[PageEvent, ...]
 
 
+Event = tuple[int, str, int, str | None] | PageEvent
+"""Kept as it comes: the fields of a PageEvent, with or without `detail`."""
+
+
 class FlightRecorder:
     """Keeps the last `depth` events of every page that had any. Memory is bounded by pages * depth events."""
 
     def __init__(self, depth: int) -> None:
-        self._depth = depth
-        self._events: dict[tuple[str, int], deque[PageEvent]] = {}
+        self.depth = depth
+        self.step = 1
+        """The step under which page tables record events."""
+        self._events: dict[str, dict[int, list[Event]]] = {}
 
-    def record(self, pool: str, page: int, event: PageEvent) -> None:
+    def events_of(self, pool: str) -> dict[int, list[Event]]:
+        """The pool's events by page, oldest first; a page table appends to them, and keeps them to `depth`."""
+        return self._events.setdefault(pool, {})
+
+    def record(self, pool: str, page: int, event: Event) -> None:
         """Append one event; the oldest of that page falls out when it has `depth` already."""
-        if self._depth == 0:
+        if self.depth == 0:
             return
-        events = self._events.get((pool, page))
-        if events is None:
-            events = self._events[pool, page] = deque(maxlen=self._depth)
+        events = self.events_of(pool).setdefault(page, [])
         events.append(event)
+        if len(events) > self.depth:
+            del events[0]
 
     def history(self, pool: str, page: int) -> PageHistory:
         """All that is kept of one page."""
-        return PageHistory(pool=pool, page=page, events=tuple(self._events.get((pool, page), ())))
+        kept = self._events.get(pool, {}).get(page, ())
+        return PageHistory(pool=pool, page=page, events=tuple(PageEvent(*event) for event in kept))

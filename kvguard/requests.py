@@ -1,8 +1,8 @@
-"""Requests as the Guard sees them, and the arrays from which a step is gathered without a loop over pages."""
+"""Requests as the Guard sees them, and the array from which a step is gathered without a loop over pages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,10 @@ from kvguard.ledger import Ledger
 if TYPE_CHECKING:
     from kvguard.page_table import Promise
 
+DIGEST, START, STOP = range(3)
+FIELDS = 3
+UNBOUNDED = 1 << 62
+
 
 @dataclass(slots=True, eq=False)
 class RequestState:
@@ -22,6 +26,8 @@ class RequestState:
     slot         its place in RowArrays
     incarnation  grows at every start, preemption and resumption: verdicts of an earlier one do not count as progress
     ledgers      one per pool
+    computed     tokens whose KV was written by a step that was verified
+    capacity     tokens that the ledgers of every pool with a page size have pages for; current once it was settled
     promises     publications of pages that no scheduled step writes yet
     depends      promises of other requests that it adopted pages on
     condemned    id of the violation that ended it; its steps in flight are withheld without another report
@@ -33,6 +39,8 @@ class RequestState:
     slot: int
     incarnation: int
     ledgers: tuple[Ledger, ...]
+    computed: int = 0
+    capacity: int = 0
     promises: list[Promise] = field(default_factory=list)
     depends: list[Promise] = field(default_factory=list)
     condemned: str | None = None
@@ -42,64 +50,72 @@ class RequestState:
     alive: bool = True
 
 
-class PoolRows:
-    """Per request slot, what a step sends of one pool: digest, first extent, number of extents, ledger length."""
-
-    __slots__ = ("digest", "start", "stop", "count", "length")
-
-    def __init__(self, capacity: int) -> None:
-        self.digest: npt.NDArray[np.uint64] = np.zeros(capacity, np.uint64)
-        self.start: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
-        self.stop: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
-        self.count: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
-        self.length: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
-
-    def arrays(self) -> Iterator[tuple[str, npt.NDArray[np.generic]]]:
-        for name in self.__slots__:
-            yield name, getattr(self, name)
-
-
 class RowArrays:
-    """Slot-indexed arrays of all live requests; a slot is reused after its request ended."""
+    """What a step sends of each live request, in one array with a column per request slot.
 
-    def __init__(self, pools: int, capacity: int = 64) -> None:
-        self.pools = tuple(PoolRows(capacity) for _ in range(pools))
-        self.computed: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
-        """Tokens whose KV was written by a step that was verified."""
-        self.scheduled: npt.NDArray[np.int64] = np.zeros(capacity, np.int64)
-        """Tokens whose KV is written once the steps in flight have run."""
-        self.incarnation: npt.NDArray[np.int64] = np.full(capacity, -1, np.int64)
+    table  int64 [pools * FIELDS, slots]: of each pool the digest of the ledger, and start and stop of its first extent.
+
+    Changes of a ledger are only noted (`touch`); `settle` writes them into the array, once per request and step. A
+    slot is used again after its request ended.
+    """
+
+    def __init__(self, page_sizes: Sequence[int | None], capacity: int = 64) -> None:
+        """`page_sizes`: of each pool, in tokens; None for a pool whose pages hold no token range."""
+        self._page_sizes = tuple(page_sizes)
         self._free = list(range(capacity - 1, -1, -1))
+        self._use(np.zeros((len(self._page_sizes) * FIELDS, capacity), np.int64))
+        self.touched: set[RequestState] = set()
+        """Requests whose ledgers changed since the last `settle`."""
+        self.ragged: set[int] = set()
+        """Slots of requests with more than one live extent in some pool."""
+
+    def _use(self, table: npt.NDArray[np.int64]) -> None:
+        self.table = table
+        # A memoryview takes a Python integer for a third of what a NumPy element costs.
+        self._cells = table.view(np.uint64).reshape(-1).data
 
     def take_slot(self) -> int:
-        """A free slot; doubles the arrays when there is none."""
+        """A free slot; doubles the array when there is none."""
         if not self._free:
-            capacity = len(self.computed)
-            for rows in self.pools:
-                for name, array in rows.arrays():
-                    setattr(rows, name, np.concatenate([array, np.zeros(capacity, array.dtype)]))
-            self.computed = np.concatenate([self.computed, np.zeros(capacity, np.int64)])
-            self.scheduled = np.concatenate([self.scheduled, np.zeros(capacity, np.int64)])
-            self.incarnation = np.concatenate([self.incarnation, np.full(capacity, -1, np.int64)])
+            capacity = self.table.shape[1]
+            self._use(np.concatenate([self.table, np.zeros_like(self.table)], axis=1))
             self._free = list(range(2 * capacity - 1, capacity - 1, -1))
         return self._free.pop()
 
     def give_slot(self, slot: int) -> None:
         """The slot's request ended."""
-        self.incarnation[slot] = -1
+        self.ragged.discard(slot)
         self._free.append(slot)
 
     def begin(self, state: RequestState) -> None:
         """A new incarnation: nothing is computed, nothing is promised."""
-        self.computed[state.slot] = self.scheduled[state.slot] = 0
-        self.incarnation[state.slot] = state.incarnation
-        for pool in range(len(self.pools)):
-            self.sync(state, pool)
+        state.computed = 0
+        self.touched.add(state)
 
-    def sync(self, state: RequestState, pool: int) -> None:
-        """Copy what the pool's ledger says now into the arrays; to be called after every change of the ledger."""
-        ledger, rows, slot = state.ledgers[pool], self.pools[pool], state.slot
-        rows.digest[slot] = ledger.digest
-        rows.start[slot], rows.stop[slot] = ledger.first_extent
-        rows.count[slot] = ledger.extent_count
-        rows.length[slot] = len(ledger)
+    def touch(self, state: RequestState) -> None:
+        """To be called after every change of a ledger: the next step sends what it says then."""
+        self.touched.add(state)
+
+    def settle(self) -> None:
+        """Write what the touched ledgers say now into the array."""
+        cells, stride, sizes, ragged = self._cells, self.table.shape[1], self._page_sizes, self.ragged
+        for state in self.touched:
+            if not state.alive:
+                # Its slot may be another request's by now.
+                continue
+            cell = slot = state.slot
+            capacity, several = UNBOUNDED, False
+            for pool, ledger in enumerate(state.ledgers):
+                columns = ledger.write(cells, cell, stride)
+                if columns < 0:
+                    columns, several = -columns, True
+                size = sizes[pool]
+                if size is not None and columns * size < capacity:
+                    capacity = columns * size
+                cell += FIELDS * stride
+            state.capacity = capacity
+            if several:
+                ragged.add(slot)
+            elif ragged:
+                ragged.discard(slot)
+        self.touched.clear()

@@ -1,28 +1,81 @@
-"""Building a StepDelta: one gather per array and pool, no loop over pages, and a loop over rows only for promises."""
+"""Building a StepDelta: one gather for all rows and pools, no loop over pages, and nothing where nothing changed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import gt
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvguard.books import Books
 from kvguard.messages import PoolSection, StepDelta
-from kvguard.page_table import PageTable, Promise
-from kvguard.requests import PoolRows, RequestState
-from kvguard.violation import Kind, Proof
+from kvguard.page_table import Promise
+from kvguard.requests import DIGEST, FIELDS, STOP, RequestState
+from kvguard.violation import Kind
 
 Int64 = npt.NDArray[np.int64]
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """The rows of a step. In steady decode the next step has the same ones, and takes over all that is here.
+
+    requests, states, incarnations, table_rows   of each row; never changed
+    roster        the books' roster when it was made: another one means that a request may be another by now
+    slots         int64 [rows]: where the rows stand in RowArrays
+    head          int64 [2 * rows + 1]: table rows, then the extent offsets of rows with one extent each
+    capacities    tokens that each row's ledgers have pages for; None after a ledger changed
+    body          int64 [words]: what a step without tag changes sends; None after a ledger changed. Read-only: deltas
+                  that were handed over share it.
+    regular       where each pool's arrays lie in a body whose rows have one extent each
+    spans         where they lie in this body: `regular` itself, or a list of its own
+    columns       the largest column that each pool's rows need
+    sections      the sections of the last delta, made for `sections_of`: spans, columns, and tag changes of each pool
+    """
+
+    requests: tuple[str, ...]
+    states: list[RequestState]
+    incarnations: list[int]
+    table_rows: list[int]
+    roster: int
+    slots: Int64
+    head: Int64
+    regular: list[_Spans]
+    spans: list[_Spans]
+    columns: list[int]
+    capacities: list[int] | None = None
+    body: Int64 | None = None
+    sections: tuple[PoolSection, ...] = ()
+    sections_of: tuple[list[_Spans], list[int], list[int]] | None = None
+    places: dict[RequestState, list[int]] | None = None
+
+    def rows_of(self, state: RequestState) -> list[int]:
+        """The rows of a request: none, one, or, if the engine lists it twice, several."""
+        if self.places is None:
+            self.places = {}
+            for row, other in enumerate(self.states):
+                self.places.setdefault(other, []).append(row)
+        return self.places.get(state, [])
+
+
+class _Spans(NamedTuple):
+    """Where one pool's arrays lie in `Batch.body`."""
+
+    expected: tuple[int, int]
+    offset: tuple[int, int]
+    start: tuple[int, int]
+    stop: tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
 class PendingStep:
     """What the host must remember of a step until its verdicts are back.
 
-    states, slots, incarnations  its rows, as they were when it was scheduled
-    ends          int64 [rows]: each request's KV length after the step, in tokens
+    batch         its rows, as they were when it was scheduled
+    ends          each request's KV length after the step, in tokens
     enforce       whether violations of this step have consequences; fixed when it is built, for its kernel acts on it
     suspects      row -> (kind, detail): rows the host already knows to be unproven; the device neutralises them
     condemned     rows of requests that a violation ended, before this step was built or while it was in flight
@@ -31,59 +84,98 @@ class PendingStep:
     """
 
     step: int
-    states: list[RequestState]
-    slots: Int64
-    incarnations: Int64
-    table_rows: Int64
-    ends: Int64
+    batch: Batch
+    ends: list[int]
     enforce: bool
     suspects: dict[int, tuple[Kind, str]] = field(default_factory=dict)
     condemned: set[int] = field(default_factory=set)
     promises: list[tuple[int, Promise]] = field(default_factory=list)
     waiting: list[tuple[int, Promise]] = field(default_factory=list)
-    _rows_of: dict[RequestState, list[int]] | None = None
+
+    @property
+    def states(self) -> list[RequestState]:
+        """The request of each row."""
+        return self.batch.states
+
+    @property
+    def incarnations(self) -> list[int]:
+        """The incarnation of each row's request when the step was made."""
+        return self.batch.incarnations
 
     def rows_of(self, state: RequestState) -> list[int]:
-        """The rows of a request in this step: none, one, or, if the engine lists it twice, several."""
-        if self._rows_of is None:
-            self._rows_of = {}
-            for row, other in enumerate(self.states):
-                self._rows_of.setdefault(other, []).append(row)
-        return self._rows_of.get(state, [])
+        """The rows of a request in this step."""
+        return self.batch.rows_of(state)
 
 
 def build_step(
     books: Books, step: int, requests: Sequence[str], table_rows: Sequence[int], tokens_end: Sequence[int]
 ) -> tuple[StepDelta, PendingStep]:
     """The message for one step, and what `judge` needs when its verdicts come back."""
+    batch = _batch(books, tuple(requests), list(table_rows))
+    pending = PendingStep(step, batch, list(tokens_end), books.enforcing)
+    if books.rows.touched:
+        books.rows.settle()
+        batch.capacities = batch.body = None
+    if books.marked:
+        _look_at_marked(books, pending)
+    if books.checks_tags:
+        if batch.capacities is None:
+            batch.capacities = [state.capacity for state in batch.states]
+        if any(map(gt, pending.ends, batch.capacities)):
+            _check_coverage(books, pending)
+    return _pack(books, pending), pending
+
+
+def _batch(books: Books, requests: tuple[str, ...], table_rows: list[int]) -> Batch:
+    """The last step's rows if they are the same, else new ones."""
+    last = books.batch
+    if (
+        last is not None
+        and last.roster == books.roster
+        and last.requests == requests
+        and last.table_rows == table_rows
+    ):
+        return last
     states = [books.state(request) for request in requests]
-    rows = books.rows
-    slots = np.array([state.slot for state in states], np.int64)
-    ends = np.array(tokens_end, np.int64)
-    pending = PendingStep(
-        step=step,
+    rows = len(states)
+    places = [2 * rows + 1 + field * rows for field in range(FIELDS * len(books.tables) + 1)]
+    spans = [
+        _Spans((expected, start), (rows, 2 * rows + 1), (start, stop), (stop, end))
+        for expected, start, stop, end in zip(places[::3], places[1::3], places[2::3], places[3::3], strict=False)
+    ]
+    batch = books.batch = Batch(
+        requests=requests,
         states=states,
-        slots=slots,
-        incarnations=rows.incarnation[slots],
-        table_rows=np.array(table_rows, np.int64),
-        ends=ends,
-        enforce=books.enforcing,
+        incarnations=[state.incarnation for state in states],
+        table_rows=table_rows,
+        roster=books.roster,
+        slots=np.array([state.slot for state in states], np.int64),
+        head=np.concatenate((np.array(table_rows, np.int64), np.arange(rows + 1))),
+        regular=spans,
+        spans=spans,
+        columns=[],
     )
-    rows.scheduled[slots] = np.maximum(rows.scheduled[slots], ends)
-    for row, state in enumerate(states):
+    return batch
+
+
+def _look_at_marked(books: Books, pending: PendingStep) -> None:
+    """Promises that this step covers, those that its rows depend on, and rows of requests that are being ended."""
+    marked = books.marked
+    rows = [(row, state) for row, state in enumerate(pending.batch.states) if state in marked]
+    for row, state in rows:
         if state.promises:
-            _cover_promises(pending, row, state, int(ends[row]))
-    if Proof.TAG in books.proofs:
-        for row, state in enumerate(states):
+            _cover_promises(pending, row, state, pending.ends[row])
+    if books.checks_tags:
+        for row, state in rows:
             if state.observed and pending.enforce:
                 state.condemned, state.observed = None, False
             if state.condemned is not None:
                 pending.condemned.add(row)
             elif state.depends:
                 _check_dependencies(pending, row, state)
-        _check_coverage(books, pending)
-    delta = _pack(books, pending, tuple(requests))
-    return delta, pending
+    books.marked = {
+        state for state in marked if state.alive and (state.promises or state.depends or state.condemned is not None)
+    }
 
 
 def _cover_promises(pending: PendingStep, row: int, state: RequestState, end: int) -> None:
@@ -120,29 +212,99 @@ def never_ran(promise: Promise) -> tuple[Kind, str]:
 
 def _check_coverage(books: Books, pending: PendingStep) -> None:
     """A row that reads past its ledger reads pages that nobody vouched for: an adapter missed an allocation path."""
-    for table, rows in zip(books.tables, books.rows.pools, strict=True):
+    for index, table in enumerate(books.tables):
         size = table.spec.page_size
         if size is None:
             continue
-        short = pending.ends > rows.length[pending.slots] * size
-        if short.any():
-            for row in np.flatnonzero(short).tolist():
-                if row not in pending.condemned:
-                    pending.suspects.setdefault(
-                        row,
-                        (
-                            Kind.UNRECORDED_PAGE,
-                            f"the step reads {int(pending.ends[row])} tokens, the ledger holds pages for "
-                            f"{int(rows.length[pending.slots[row]]) * size}",
-                        ),
-                    )
+        for row, (state, end) in enumerate(zip(pending.batch.states, pending.ends, strict=True)):
+            covered = len(state.ledgers[index]) * size
+            if end > covered and row not in pending.condemned:
+                detail = f"the step reads {end} tokens, the ledger holds pages for {covered}"
+                pending.suspects.setdefault(row, (Kind.UNRECORDED_PAGE, detail))
 
 
-def _pack(books: Books, pending: PendingStep, requests: tuple[str, ...]) -> StepDelta:
-    """Concatenate every section's arrays into one int64 array."""
-    parts: list[Int64] = []
-    sections: list[PoolSection] = []
-    position = 0
+def _pack(books: Books, pending: PendingStep) -> StepDelta:
+    """One int64 array: what the ledgers of the rows say, then each pool's tag changes.
+
+    With nothing changed since the last step it is the very same array.
+    """
+    batch = pending.batch
+    packed = batch.body
+    if packed is None:
+        packed = _gather(books, batch)
+        packed.flags.writeable = False
+        batch.body = packed
+    suspects = [*pending.suspects, *pending.condemned]
+    if suspects and pending.enforce:
+        # An expectation that nothing meets makes the kernel neutralise the row in this very step.
+        packed = packed.copy()
+        for spans in batch.spans:
+            packed[slice(*spans.expected)][suspects] ^= 1
+    changes: list[int] = []
+    counts: list[int] = []
+    for table in books.tables:
+        counts.append(len(table.changes))
+        if table.changes:
+            changes += table.changes.keys()
+            changes += table.changes.values()
+            table.changes = {}
+    end = len(packed)
+    if changes:
+        packed = np.concatenate((packed, np.array(changes, np.int64)))
+    packed.flags.writeable = False
+    made_for = batch.sections_of
+    if (
+        made_for is None
+        or made_for[0] is not batch.spans
+        or made_for[1] != batch.columns
+        or made_for[2] != counts
+    ):
+        batch.sections_of = (batch.spans, batch.columns, counts)
+        batch.sections = _sections(books, batch, end, counts)
+    return StepDelta(
+        step=pending.step,
+        requests=batch.requests,
+        enforce=pending.enforce,
+        packed=packed,
+        sections=batch.sections,
+    )
+
+
+def _sections(books: Books, batch: Batch, position: int, changes: list[int]) -> tuple[PoolSection, ...]:
+    """Where everything lies; the tag changes, so many of each pool, begin at `position`."""
+    sections = []
+    for table, spans, columns, count in zip(books.tables, batch.spans, batch.columns, changes, strict=True):
+        sections.append(
+            PoolSection(
+                pool=table.spec.name,
+                tag_pages=(position, position + count),
+                tag_values=(position + count, position + 2 * count),
+                table_row=(0, len(batch.states)),
+                expected=spans.expected,
+                extent_offset=spans.offset,
+                extent_start=spans.start,
+                extent_stop=spans.stop,
+                columns=columns,
+            )
+        )
+        position += 2 * count
+    return tuple(sections)
+
+
+def _gather(books: Books, batch: Batch) -> Int64:
+    """Table rows and offsets, then digests, starts and stops of each pool; every row has at least one extent."""
+    if books.rows.ragged and not books.rows.ragged.isdisjoint(batch.slots.tolist()):
+        return _gather_ragged(books, batch)
+    gathered = books.rows.table.take(batch.slots, 1)
+    batch.spans = batch.regular
+    batch.columns = [max(stops, default=0) for stops in gathered[STOP::FIELDS].tolist()]
+    return np.concatenate((batch.head, gathered.ravel()))
+
+
+def _gather_ragged(books: Books, batch: Batch) -> Int64:
+    """The same where some row has several live extents: an empty row has one, (0, 0)."""
+    parts: list[Int64] = [batch.head]
+    position = len(batch.head)
 
     def add(array: Int64) -> tuple[int, int]:
         nonlocal position
@@ -150,54 +312,21 @@ def _pack(books: Books, pending: PendingStep, requests: tuple[str, ...]) -> Step
         parts.append(array)
         return start, position
 
-    suspects = list(pending.suspects) + list(pending.condemned)
-    for index, (table, rows) in enumerate(zip(books.tables, books.rows.pools, strict=True)):
-        tag_pages, tag_values = _drain_changes(table)
-        expected = rows.digest[pending.slots].view(np.int64)
-        if suspects and pending.enforce:
-            # An expectation that nothing meets makes the kernel neutralise the row in this very step.
-            expected[suspects] ^= 1
-        offset, start, stop = _extents(pending, index, rows)
-        sections.append(
-            PoolSection(
-                pool=table.spec.name,
-                tag_pages=add(tag_pages),
-                tag_values=add(tag_values),
-                table_row=add(pending.table_rows),
-                expected=add(expected),
-                extent_offset=add(offset),
-                extent_start=add(start),
-                extent_stop=add(stop),
-                columns=int(stop.max(initial=0)),
+    batch.spans, batch.columns = [], []
+    for pool in range(len(books.tables)):
+        offset, starts, stops = [0], [], []
+        for state in batch.states:
+            for first, last in state.ledgers[pool].extents or [(0, 0)]:
+                starts.append(first)
+                stops.append(last)
+            offset.append(len(starts))
+        batch.spans.append(
+            _Spans(
+                expected=add(books.rows.table[pool * FIELDS + DIGEST, batch.slots]),
+                offset=add(np.array(offset, np.int64)),
+                start=add(np.array(starts, np.int64)),
+                stop=add(np.array(stops, np.int64)),
             )
         )
-    packed = np.concatenate(parts) if parts else np.zeros(0, np.int64)
-    return StepDelta(
-        step=pending.step,
-        requests=requests,
-        enforce=pending.enforce,
-        packed=packed,
-        sections=tuple(sections),
-    )
-
-
-def _drain_changes(table: PageTable) -> tuple[Int64, Int64]:
-    changes = table.changes
-    pages = np.fromiter(changes.keys(), np.int64, len(changes))
-    values = np.fromiter(changes.values(), np.int64, len(changes))
-    table.changes = {}
-    return pages, values
-
-
-def _extents(pending: PendingStep, pool: int, rows: PoolRows) -> tuple[Int64, Int64, Int64]:
-    """Offsets, starts and stops of the live extents; every row has at least one, an empty row (0, 0)."""
-    count = rows.count[pending.slots]
-    if not (count > 1).any():
-        return np.arange(len(count) + 1, dtype=np.int64), rows.start[pending.slots], rows.stop[pending.slots]
-    offset, start, stop = [0], [], []
-    for state in pending.states:
-        for first, last in state.ledgers[pool].extents or [(0, 0)]:
-            start.append(first)
-            stop.append(last)
-        offset.append(len(start))
-    return np.array(offset, np.int64), np.array(start, np.int64), np.array(stop, np.int64)
+        batch.columns.append(max(stops, default=0))
+    return np.concatenate(parts)

@@ -29,6 +29,12 @@ class TagCounter:
         self._next = tag + 1
         return tag
 
+    def take_many(self, count: int) -> range:
+        """The next `count` tags."""
+        first = self._next
+        self._next = first + count
+        return range(first, first + count)
+
 
 def draw_digest_key(seed: int | None = None) -> int:
     """The secret 64-bit key of the row digests; the same for every pool of a guard."""

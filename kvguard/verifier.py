@@ -239,4 +239,6 @@ class _TorchArrays:
 
     def upload(self, array: Any) -> Any:
         # From pageable memory CUDA stages the copy before the call returns, so the host array may be reused at once.
+        # PyTorch warns of arrays that may not be written to, which packed deltas are.
+        array = array if array.flags.writeable else array.copy()
         return self._torch.from_numpy(array).to(self._device, non_blocking=True)

@@ -97,6 +97,16 @@ class World:
         assert accepted == self.model.allocate(name, pages), pages
         self.counts["page_refused"] += len(accepted) < len(pages)
 
+    def allocate_each(self) -> None:
+        """One page for each of some requests, as in a step in which they all cross a page."""
+        names = [name for name in self.row if len(self.model.requests[name]["ledger"]) < COLUMNS and self.chance(70)]
+        pages = [self.page() for _ in names]
+        refused = self.guard.allocate_each(names, pages)
+        answers = [self.model.allocate(name, [page]) for name, page in zip(names, pages, strict=True)]
+        assert refused == [place for place, accepted in enumerate(answers) if not accepted], pages
+        self.counts["page_refused"] += bool(refused)
+        self.counts["allocated_each"] += len(names) > 1
+
     def publish(self, name: str) -> None:
         length = len(self.model.requests[name]["ledger"])
         column = self.rng.randint(0, max(0, length - 1)) if self.chance(95) else length + 1
@@ -174,11 +184,15 @@ class World:
             assert self.guard.reset(revoke_held=revoke) == self.model.reset(revoke)
             self.counts["reset"] += 1
 
+    def batch(self) -> list[str]:
+        """Who is in the next step."""
+        return self.rng.sample(list(self.row), self.rng.randint(0, len(self.row)))
+
     def step(self) -> None:
         """A step of some requests, its block table right or corrupted in one place."""
         if len(self.unverified) + len(self.unjudged) >= IN_FLIGHT_MAX:
             return
-        names = self.rng.sample(list(self.row), self.rng.randint(0, len(self.row)))
+        names = self.batch()
         table = np.zeros((ROWS, COLUMNS), np.int32)
         ends = []
         for name in names:
@@ -259,10 +273,11 @@ OF_A_REQUEST = {
     "rewind": 2,
 }  # fmt: skip
 OF_THE_ENGINE = {
-    "start": 6, "retire": 6, "unpublish": 2, "reset": 1, "step": 16, "verify": 8, "judge": 16, "abandon": 2,
+    "start": 6, "allocate_each": 5, "retire": 6, "unpublish": 2, "reset": 1, "step": 16, "verify": 8, "judge": 16,
+    "abandon": 2,
 }  # fmt: skip
 WEIGHTS = OF_A_REQUEST | OF_THE_ENGINE
 MUST_HAPPEN = (
-    "page_refused", "promised", "adopted", "hit_refused", "free_refused", "free_quarantined", "preempted", "reset",
-    "corrupted", "in_flight_2", "in_flight_3", "judged", "flagged", "dependents", "abandoned",
+    "page_refused", "allocated_each", "promised", "adopted", "hit_refused", "free_refused", "free_quarantined",
+    "preempted", "reset", "corrupted", "in_flight_2", "in_flight_3", "judged", "flagged", "dependents", "abandoned",
 )  # fmt: skip

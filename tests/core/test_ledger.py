@@ -134,6 +134,7 @@ def counted_ledger(columns: int) -> tuple[Ledger, CountingList]:
     ledger = Ledger(KEY)
     for column in range(columns):
         ledger.append(column, column + 1)
+    assert ledger.digest, "asked for: the terms of appended columns are summed then"
     tags = ledger._tags = CountingList(ledger._tags)
     return ledger, tags
 

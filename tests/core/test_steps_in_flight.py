@@ -327,10 +327,10 @@ def test_rewind_leaves_steps_of_a_former_life_and_of_others_alone() -> None:
     pending = rig.launch("a", "b")
     ends = rig.guard._books.pending[pending.step].ends
     rig.guard.rewind("b", 6)
-    assert ends.tolist() == [8, 6]
+    assert ends == [8, 6]
     rig.guard.preempt("a")
     rig.guard.rewind("a", 2)
-    assert ends.tolist() == [8, 6]
+    assert ends == [8, 6]
     assert rig.judge(pending).clean
 
 
@@ -390,9 +390,9 @@ def test_what_an_abandoned_step_was_to_write_is_no_longer_on_its_way() -> None:
     rig.start("a")
     rig.allocate("a", 1, 2, 3)
     assert rig.run("a", ends={"a": 4}).clean
-    slot = rig.guard._books.state("a").slot
+    books, state = rig.guard._books, rig.guard._books.state("a")
     second, third = rig.launch("a", ends={"a": 8}), rig.launch("a", ends={"a": 12})
     rig.guard.abandon(third.step)
-    assert rig.guard._books.rows.scheduled[slot] == 12, "a step is in flight"
+    assert books.scheduled_tokens(state) == 8, "a step is in flight"
     rig.guard.abandon(second.step)
-    assert rig.guard._books.rows.scheduled[slot] == 4
+    assert books.scheduled_tokens(state) == 4

@@ -1,0 +1,223 @@
+"""Pages between an engine's allocator and its requests: handed out, vetted, given back, forgotten by the cache.
+
+Every call takes the short way through pages that nothing stands against, and a closer look at the first one that it
+cannot pass: both ways must answer the same, and `tests/core/test_short_ways.py` holds them to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from kvguard.books import Books, UsageError, page_ids
+from kvguard.page_table import PageState, Promise
+from kvguard.requests import RequestState
+from kvguard.telemetry import emit
+from kvguard.violation import Action, Kind, Proof
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retired:
+    """What became of pages that an allocator wanted back.
+
+    reusable     may go to the free list
+    refused      must stay where they are: freeing them is a violation (double free, still held by a running request)
+    quarantined  are given up by their owner and must not go to the free list either, until `reset`
+    """
+
+    reusable: list[int]
+    refused: list[int]
+    quarantined: list[int]
+
+
+class PageHandover:
+    """The calls of a Guard that an allocator and a prefix cache make."""
+
+    def __init__(self, books: Books) -> None:
+        self._books = books
+        self._control = Proof.CONTROL_PLANE in books.proofs
+
+    def allocate(self, request: str, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
+        """The allocator gave `pages` to the request, for its next columns in this order; returns those accepted.
+
+        A page that is not accepted must not be used: it is still someone's (double allocation), in quarantine, the null
+        page, or outside the pool. The caller draws others and calls again; a refused page leaves the free list for good
+        and comes back when its holder frees it. Only pages accepted are in the ledger.
+        """
+        pages = page_ids(pages)
+        state = self._books.state(request)
+        refused = self._hand_out([state] * len(pages), [request] * len(pages), pages, pool)
+        if not refused:
+            return list(pages)
+        return [page for place, page in enumerate(pages) if place not in refused]
+
+    def allocate_each(
+        self, requests: Sequence[str], pages: Sequence[int], *, pool: str | None = None
+    ) -> list[int]:
+        """`allocate` of one page each for many requests of a step; returns the places of pages that are not accepted.
+
+        `requests[i]` gets `pages[i]`; a request that is listed more than once gets its pages in this order.
+        """
+        pages = page_ids(pages)
+        if len(requests) != len(pages):
+            raise UsageError(f"{len(requests)} requests and {len(pages)} pages: one each")
+        return self._hand_out([self._books.state(request) for request in requests], requests, pages, pool)
+
+    def _hand_out(
+        self, states: list[RequestState], requests: Sequence[str], pages: Sequence[int], pool: str | None
+    ) -> list[int]:
+        """`requests[i]` is the id of `states[i]`; returns the places of pages that are not accepted."""
+        books = self._books
+        index = books.index(pool)
+        table = books.tables[index]
+        books.rows.touched.update(states)
+        refused: list[int] = []
+        done = 0
+        while done < len(pages):
+            if not (books.quarantine and books.enforcing):
+                tags = table.allocate_each(pages[done:], requests[done:])
+                for state, page, tag in zip(states[done:], pages[done:], tags, strict=False):
+                    state.ledgers[index].append(page, tag)
+                done += len(tags)
+                if done == len(pages):
+                    break
+            if not self._allocate_one(states[done], index, pages[done]):
+                refused.append(done)
+            done += 1
+        return refused
+
+    def _allocate_one(self, state: RequestState, index: int, page: int) -> bool:
+        """Whether a page that needs a closer look is accepted."""
+        books = self._books
+        table, ledger = books.tables[index], state.ledgers[index]
+        if (table.spec.name, page) in books.quarantine and books.enforcing:
+            return False
+        if self._control:
+            problem = table.problem_with_allocation(page)
+            if problem is not None and self._refuse(problem, index, page, state.id):
+                return False
+        if 0 <= page < table.spec.num_pages:
+            self._revoke(table.record(page).promise)
+            ledger.append(page, table.allocate(page, state.id))
+        else:
+            # Let through for lack of a control plane: the device has no tag for it and will flag the row.
+            ledger.append(page, table.invent_tag())
+        return True
+
+    def vet(self, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
+        """Which of these pages may not be handed out: still held, in quarantine, the null page, outside the pool.
+
+        For engines whose allocator does not say for whom it allocates: vet when the pages leave the free list, call
+        `allocate` when their request is known. Without the control plane only quarantined pages are answered.
+        """
+        books = self._books
+        index = books.index(pool)
+        table = books.tables[index]
+        refused: list[int] = []
+        if not books.quarantine and table.may_be_handed_out(pages):
+            return refused
+        for page in pages:
+            if (table.spec.name, page) in books.quarantine and books.enforcing:
+                refused.append(page)
+            elif self._control:
+                problem = table.problem_with_allocation(page)
+                if problem is not None and self._refuse(problem, index, page, None):
+                    refused.append(page)
+        return refused
+
+    def vet_hits(self, request: str, hits: Sequence[tuple[Hashable, int]], *, pool: str | None = None) -> int:
+        """How many leading hits of a cache lookup may be taken; nothing is recorded in any ledger yet."""
+        books = self._books
+        index = books.index(pool)
+        table = books.tables[index]
+        for accepted, (key, page) in enumerate(hits):
+            if (table.spec.name, page) in books.quarantine and books.enforcing:
+                return accepted
+            problem = table.problem_with_adoption(page, key)
+            if problem is not None and self._control and self._refuse(problem, index, page, request):
+                return accepted
+        return len(hits)
+
+    def quarantined(self, page: int, *, pool: str | None = None) -> bool:
+        """Whether the page is kept out of circulation."""
+        name = self._books.tables[self._books.index(pool)].spec.name
+        return (name, page) in self._books.quarantine
+
+    def retire(self, pages: Sequence[int], *, by: str | None = None, pool: str | None = None) -> Retired:
+        """The allocator wants `pages` back, free to be handed out again. Only `reusable` ones may go to its free list.
+
+        `by`: the request that gives them back, if it is known and has not finished; its ledger keeps expecting the tag
+        the page had, so that a read after its own free is flagged.
+        """
+        pages = page_ids(pages)
+        books = self._books
+        index = books.index(pool)
+        table = books.tables[index]
+        done = 0 if books.quarantine else table.retire_idle(pages, by)
+        result = Retired(reusable=list(pages[:done]), refused=[], quarantined=[])
+        for page in pages[done:]:
+            if self._control:
+                problem = table.problem_with_retire(page, by)
+                if problem is not None and self._refuse(problem, index, page, by):
+                    result.refused.append(page)
+                    continue
+            if table.problem_with_page(page) is None:
+                if table.tag(page) != 0:
+                    self._revoke(table.retire(page, by))
+                else:
+                    table.record(page).reset_free = False
+            if (table.spec.name, page) in books.quarantine and books.enforcing:
+                result.quarantined.append(page)
+            else:
+                result.reusable.append(page)
+        return result
+
+    def unpublish(self, pages: Sequence[int], *, pool: str | None = None) -> None:
+        """The pages can no longer be found in the cache; who holds them keeps them."""
+        index = self._books.index(pool)
+        table = self._books.tables[index]
+        for page in pages:
+            if 0 <= page < table.spec.num_pages:
+                promise = table.record(page).promise
+                table.unpublish(page)
+                if promise is not None and not promise.dependents:
+                    self._books.settle(promise, kept=False)
+
+    def reset(self, *, pool: str | None = None, revoke_held: bool = False) -> list[int]:
+        """The engine emptied its prefix cache, slept, woke up or changed its weights.
+
+        Every publication is gone, pages that no request holds are vacant, quarantined pages are released. Returns the
+        released pages that nobody holds, ascending: the caller zeroes them and puts those on its free list that are
+        not there already.
+        `revoke_held`: KV of running requests is invalid too (new weights); a request that reads it again is flagged.
+        Preempt them: they hold their pages until then, and give them back as ever.
+        """
+        books = self._books
+        index = books.index(pool)
+        table = books.tables[index]
+        released = books.quarantine.release(table.spec.name)
+        for page in table.live_pages():
+            if not table.record(page).holders:
+                self._revoke(table.retire(page, None))
+                table.record(page).reset_free = True
+            elif revoke_held:
+                self._revoke(table.revoke(page))
+            else:
+                # Its writer still computes it; only the cache forgets it.
+                table.unpublish(page)
+        books.breaker.reset()
+        emit("reset", pool=table.spec.name, released_pages=len(released))
+        return [page for page in released if not table.record(page).holders]
+
+    def page_state(self, page: int, *, pool: str | None = None) -> PageState:
+        """Where a page is in its life; for tests and for `doctor`-like tools."""
+        return self._books.tables[self._books.index(pool)].record(page).state
+
+    def _refuse(self, problem: Kind, index: int, page: int, request: str | None) -> bool:
+        """Record the fault of an operation; whether it must not take effect. What the report says is what happens."""
+        return self._books.control_violation(problem, index, page, request).action is not Action.OBSERVED
+
+    def _revoke(self, promise: Promise | None) -> None:
+        """The page moved on: nobody will be scheduled to write it. A step in flight still keeps its promise."""
+        if promise is not None and promise.step is None:
+            self._books.settle(promise, kept=False)
