@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from kvguard.adapters.activation import VARIABLES, asked_for
 from kvguard.adapters.findings import ENGINES, Finding, Verdict, worst
 from kvguard.config import GuardConfig
 
@@ -45,6 +46,9 @@ def doctor(
 
 
 def _configuration() -> list[Finding]:
+    if not asked_for():
+        text = f"neither {' nor '.join(VARIABLES)} is set, so nothing is guarded: set KVGUARD_LEVEL=tags for the engine"
+        return [Finding(topic="configuration", verdict=Verdict.FAILED, text=text)]
     # A broken file or variable is reported by the command line itself, as for every command.
     config = GuardConfig.load()
     if config.is_off:

@@ -9,11 +9,12 @@ from __future__ import annotations
 import importlib.abc
 import importlib.machinery
 import importlib.util
-import os
 import sys
 from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
+
+from kvguard.adapters.activation import asked_for
 
 SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
 RUNNER_V1_MODULE = "vllm.v1.worker.gpu_model_runner"
@@ -23,7 +24,7 @@ ATTACHED = "_kvguard_attached"
 
 def register() -> None:
     """Guard every scheduler and model runner that this process builds from now on."""
-    if not os.environ.get("KVGUARD_LEVEL") and not os.environ.get("KVGUARD_CONFIG"):
+    if not asked_for():
         return
     from kvguard.adapters.vllm import frontend
     from kvguard.config import GuardConfig

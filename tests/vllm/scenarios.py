@@ -30,7 +30,6 @@ class Spec:
     seeds       traffic, one `generate` call each
     fault_step  step of the engine in the last `generate` call before which a row is broken in the worker; 0: never
     fault_rank  the tensor parallel rank whose row is broken
-    before_last method of the LLM called before the last `generate`, with arguments
     """
 
     model: str
@@ -40,7 +39,6 @@ class Spec:
     seeds: list[int] = field(default_factory=lambda: [1])
     fault_step: int = 0
     fault_rank: int = 0
-    before_last: list[list[Any]] = field(default_factory=list)
 
 
 @dataclass(kw_only=True)
@@ -48,19 +46,16 @@ class Outcome:
     """What happened. `answers`: per generate call, (finish reason, stop reason, tokens) per request."""
 
     answers: list[list[list[Any]]]
-    scheduler: str
-    runner: str
     armed: bool
     ok: bool
     counters: dict[str, int]
     kinds: list[str]
     workers: list[Any]
-    called: list[Any]
     free_blocks: int
     blocks: int
 
 
-def run(spec: Spec, folder: Path, timeout: float = 240) -> Outcome:
+def run_apart(spec: Spec, folder: Path, timeout: float = 300) -> Outcome:
     """Run a spec in a fresh process. Raises AssertionError with the end of its log if it fails."""
     given, taken = folder / "spec.json", folder / "outcome.json"
     given.write_text(json.dumps(dataclasses.asdict(spec)), encoding="utf-8")
@@ -113,39 +108,35 @@ def describe_worker(worker: Any) -> list[Any]:
     return [True, side._trouble, side._ranks._world if side._ranks is not None else 0]
 
 
-def main() -> None:
-    """Run the spec of the first argument, write the outcome to the second."""
-    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
-    spec = Spec(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+def execute(spec: Spec) -> Outcome:
+    """Run a spec in this process."""
     from kvguard.fault_injection.targets.vllm_engine import VllmEngine, VllmOptions
 
     engine = VllmEngine(VllmOptions(model=Path(spec.model), **spec.options))
     answers: list[list[list[Any]]] = []
-    called: list[Any] = []
     for place, seed in enumerate(spec.seeds):
-        if place == len(spec.seeds) - 1:
-            for name, *arguments in spec.before_last:
-                called.append(getattr(engine.llm, name)(*arguments))
-            if spec.fault_step:
-                engine.llm.collective_rpc(break_row, args=(spec.fault_step, spec.fault_rank))
+        if spec.fault_step and place == len(spec.seeds) - 1:
+            engine.llm.collective_rpc(break_row, args=(spec.fault_step, spec.fault_rank))
         answers.append([[a.finish_reason, a.stop_reason, list(a.token_ids)] for a in engine.generate(*traffic(seed))])
     side = engine.guard_side
     health = side.guard.health() if side is not None else None
-    workers = engine.llm.collective_rpc(describe_worker)
-    outcome = Outcome(
+    return Outcome(
         answers=answers,
-        scheduler=type(engine.scheduler).__name__ if engine.scheduler is not None else "",
-        runner="v2" if os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "1" else "v1",
         armed=health is not None and health.armed,
         ok=health is not None and health.ok,
         counters=dict(health.counters) if health is not None else {},
         kinds=[str(violation.kind) for violation in side.guard.violations] if side is not None else [],
-        workers=[list(worker) for worker in workers],
-        called=[call if isinstance(call, (bool, int, str, type(None))) else str(call) for call in called],
+        workers=[list(worker) for worker in engine.llm.collective_rpc(describe_worker)],
         free_blocks=engine.pool.get_num_free_blocks() if engine.pool is not None else -1,
         blocks=engine.pool.num_gpu_blocks if engine.pool is not None else -1,
     )
-    Path(sys.argv[2]).write_text(json.dumps(dataclasses.asdict(outcome)), encoding="utf-8")
+
+
+def main() -> None:
+    """Run the spec of the first argument, write the outcome to the second."""
+    os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
+    spec = Spec(**json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))
+    Path(sys.argv[2]).write_text(json.dumps(dataclasses.asdict(execute(spec))), encoding="utf-8")
 
 
 if __name__ == "__main__":

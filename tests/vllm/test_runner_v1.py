@@ -10,7 +10,8 @@ import pytest
 
 from kvguard.adapters.vllm.plugin import ATTACHED, register
 from kvguard.guard import Guard
-from tests.vllm.tiny import Answer, TinyEngine, traffic, write_checkpoint
+from kvguard.fault_injection.targets.vllm_engine import Answer, VllmEngine, VllmOptions
+from tests.vllm.tiny import traffic, write_checkpoint
 
 FAULT_STEP = 25
 
@@ -35,7 +36,7 @@ def golden(checkpoint: Path) -> dict[int, list[Answer]]:
         register()
         after = (Scheduler.__init__, Scheduler.schedule, GPUModelRunner.__init__, GPUModelRunner._prepare_inputs)
         assert before == after
-        engine = TinyEngine(checkpoint)
+        engine = VllmEngine(VllmOptions(model=checkpoint))
         assert getattr(engine.scheduler, ATTACHED, None) is None
         return {seed: engine.generate(*traffic(seed)) for seed in (1, 2)}
 
@@ -43,22 +44,22 @@ def golden(checkpoint: Path) -> dict[int, list[Answer]]:
 @pytest.fixture(params=[True, False], ids=["all-proofs", "tag-only"])
 def engine(
     request: pytest.FixtureRequest, checkpoint: Path, golden: dict[int, list[Answer]], monkeypatch: pytest.MonkeyPatch
-) -> Iterator[TinyEngine]:
+) -> Iterator[VllmEngine]:
     """A guarded engine, with the control plane and without."""
     monkeypatch.setenv("KVGUARD_LEVEL", "tags")
     monkeypatch.setenv("KVGUARD_CONTROL_PLANE", "true" if request.param else "false")
     register()
-    engine = TinyEngine(checkpoint)
+    engine = VllmEngine(VllmOptions(model=checkpoint))
     assert getattr(engine.scheduler, ATTACHED, None) is not None
     yield engine
 
 
-def guard_of(engine: TinyEngine) -> Guard:
+def guard_of(engine: VllmEngine) -> Guard:
     guard: Guard = engine.scheduler._kvguard_attached.guard
     return guard
 
 
-def at_step(engine: TinyEngine, action: Callable[[], None]) -> None:
+def at_step(engine: VllmEngine, action: Callable[[], None]) -> None:
     """Run the action once, right before the engine schedules its FAULT_STEP-th step from now."""
     schedule, count = engine.scheduler.schedule, 0
 
@@ -72,45 +73,45 @@ def at_step(engine: TinyEngine, action: Callable[[], None]) -> None:
     engine.scheduler.schedule = counted
 
 
-def victim_block(engine: TinyEngine) -> Any:
+def victim_block(engine: VllmEngine) -> Any:
     """The third running request's last full block: not shared with anyone."""
     victim = engine.scheduler.running[2]
     manager = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
     return manager.req_to_blocks[victim.request_id][1]
 
 
-def table_of(engine: TinyEngine) -> Any:
+def table_of(engine: VllmEngine) -> Any:
     return engine.runner.input_batch.block_table.block_tables[0].block_table.np
 
 
-def row_of(engine: TinyEngine, place: int) -> int:
+def row_of(engine: VllmEngine, place: int) -> int:
     row: int = engine.runner.input_batch.req_id_to_index[engine.scheduler.running[place].request_id]
     return row
 
 
-def free_under_user(engine: TinyEngine) -> None:
+def free_under_user(engine: VllmEngine) -> None:
     block = victim_block(engine)
     engine.pool._maybe_evict_cached_block(block)
     block.ref_cnt = 1
     engine.pool.free_blocks([block])
 
 
-def list_twice(engine: TinyEngine) -> None:
+def list_twice(engine: VllmEngine) -> None:
     block = victim_block(engine)
     engine.pool._maybe_evict_cached_block(block)
     block.ref_cnt = 0
     engine.pool.free_block_queue.prepend_n([block])
 
 
-def foreign_row(engine: TinyEngine) -> None:
+def foreign_row(engine: VllmEngine) -> None:
     table_of(engine)[row_of(engine, 2), :2] = table_of(engine)[row_of(engine, 4), :2]
 
 
-def null_entry(engine: TinyEngine) -> None:
+def null_entry(engine: VllmEngine) -> None:
     table_of(engine)[row_of(engine, 2), 1] = 0
 
 
-def out_of_range_entry(engine: TinyEngine) -> None:
+def out_of_range_entry(engine: VllmEngine) -> None:
     table_of(engine)[row_of(engine, 2), 1] = 4000
 
 
@@ -123,7 +124,7 @@ FAULTS = {
 }
 
 
-def test_healthy_traffic_is_verified_and_unchanged(engine: TinyEngine, golden: dict[int, list[Answer]]) -> None:
+def test_healthy_traffic_is_verified_and_unchanged(engine: VllmEngine, golden: dict[int, list[Answer]]) -> None:
     """Every step is checked, nothing is flagged, and the tokens are those of an unguarded engine."""
     for seed, answers in golden.items():
         assert engine.generate(*traffic(seed)) == answers
@@ -136,7 +137,7 @@ def test_healthy_traffic_is_verified_and_unchanged(engine: TinyEngine, golden: d
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_ends_its_victim_or_is_refused(
-    engine: TinyEngine, golden: dict[int, list[Answer]], fault: str, monkeypatch: pytest.MonkeyPatch
+    engine: VllmEngine, golden: dict[int, list[Answer]], fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The victim ends with an error after a clean prefix, or the operation is refused; everybody else is golden."""
     inject, passes_control_plane = FAULTS[fault]

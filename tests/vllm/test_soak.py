@@ -10,31 +10,48 @@ from typing import Any
 
 import pytest
 
-from kvguard.adapters.vllm.plugin import ATTACHED, register
-from tests.vllm.tiny import TinyEngine, write_checkpoint
+from kvguard.adapters.vllm.plugin import register
+from kvguard.fault_injection.targets.vllm_engine import VllmEngine, VllmOptions
+from tests.vllm.tiny import unguarded, write_checkpoint
 
 STEPS = int(os.environ.get("KVGUARD_TEST_STEPS", "20000"))
 SEED = int(os.environ.get("KVGUARD_TEST_SEED", "7"))
 
+SOAKS: dict[str, tuple[str, dict[str, Any], float]] = {
+    "llama": ("llama", {}, 1.0),
+    "llama-async": ("llama", {"asynchronous": True}, 0.25),
+    "sliding-window-async": ("mistral", {"asynchronous": True}, 0.1),
+    "hybrid": ("gemma3", {}, 0.1),
+}
+"""Name -> architecture, options, and what part of STEPS it runs."""
 
-def soak(engine: TinyEngine, counts: Counter[str]) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Arrivals, twins, shared prefixes, repeats and client aborts for STEPS steps; answers of what finished."""
-    from vllm import SamplingParams
 
-    llm, scheduler = engine.llm_engine, engine.scheduler
-    preempt = scheduler._preempt_request
+def counting(owner: Any, name: str, counts: Counter[str], what: str, amount: Any = lambda result: 1) -> None:
+    """Count a method's calls, or what its results amount to."""
+    original = getattr(owner, name)
 
     def counted(*args: Any, **kwargs: Any) -> Any:
-        counts["preemptions"] += 1
-        return preempt(*args, **kwargs)
+        result = original(*args, **kwargs)
+        counts[what] += amount(result)
+        return result
 
-    scheduler._preempt_request = counted
+    setattr(owner, name, counted)
+
+
+def soak(engine: VllmEngine, counts: Counter[str], steps: int) -> dict[str, tuple[str | None, tuple[int, ...]]]:
+    """Arrivals, twins, shared prefixes, repeats and client aborts for some steps; answers of what finished."""
+    from vllm import SamplingParams
+
+    llm, pool = engine.llm_engine, engine.pool
+    counting(engine.scheduler, "_preempt_request", counts, "preemptions")
+    counting(engine.scheduler.kv_cache_manager, "get_computed_blocks", counts, "prefix_hits", lambda r: r[1] > 0)
+    counting(pool, "_maybe_evict_cached_block", counts, "evictions", bool)
     rng = random.Random(SEED)
     prefixes = [[rng.randrange(256) for _ in range(96)] for _ in range(3)]
     recent: list[list[int]] = []
     live: list[str] = []
-    answers: dict[str, tuple[str, tuple[int, ...]]] = {}
-    for _ in range(STEPS):
+    answers: dict[str, tuple[str | None, tuple[int, ...]]] = {}
+    for _ in range(steps):
         while len(live) < 10 and rng.random() < 0.35:
             if recent and rng.random() < 0.3:
                 prompt = rng.choice(recent)
@@ -58,45 +75,40 @@ def soak(engine: TinyEngine, counts: Counter[str]) -> dict[str, tuple[str, tuple
                 answers[output.request_id] = (completion.finish_reason, tuple(completion.token_ids))
                 if output.request_id in live:
                     live.remove(output.request_id)
+        counts["steps_full"] += pool.get_num_free_blocks() <= 0.05 * pool.num_gpu_blocks
     return answers
 
 
-def unpatch(patch: pytest.MonkeyPatch) -> None:
-    """An earlier test of this process may have registered the plugin: put vLLM's own constructors back for a while."""
-    from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-    for owner in (Scheduler, GPUModelRunner):
-        original = getattr(owner.__init__, "__wrapped__", None)
-        if original is not None and getattr(owner.__init__, ATTACHED, False):
-            patch.setattr(owner, "__init__", original)
-
-
+@pytest.mark.parametrize("name", SOAKS)
 def test_a_soak_of_healthy_traffic_is_clean_and_changes_no_token(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A pool that is nearly full all the time: preemptions, aborts and prefix hits, and not one violation."""
-    print(f"seed {SEED}, {STEPS} steps (KVGUARD_TEST_SEED, KVGUARD_TEST_STEPS)")
-    checkpoint = write_checkpoint(tmp_path)
-    options = {"num_gpu_blocks_override": 20, "max_num_batched_tokens": 384}
-    monkeypatch.delenv("KVGUARD_LEVEL", raising=False)
-    monkeypatch.delenv("KVGUARD_CONFIG", raising=False)
+    """A pool that is nearly full most of the time: preemptions, evictions, hits, aborts, and not one violation."""
+    architecture, settings, part = SOAKS[name]
+    steps = int(STEPS * part)
+    print(f"seed {SEED}, {steps} steps (KVGUARD_TEST_SEED, KVGUARD_TEST_STEPS)")
+    options = VllmOptions(
+        model=write_checkpoint(tmp_path, architecture=architecture),
+        num_blocks=20,
+        max_num_batched_tokens=384,
+        **settings,
+    )
     plain_counts: Counter[str] = Counter()
-    with pytest.MonkeyPatch.context() as patch:
-        unpatch(patch)
-        plain_engine = TinyEngine(checkpoint, **options)
-        assert getattr(plain_engine.scheduler, ATTACHED, None) is None
-        plain = soak(plain_engine, plain_counts)
+    with unguarded():
+        plain_engine = VllmEngine(options)
+        assert plain_engine.guard_side is None
+        plain = soak(plain_engine, plain_counts, steps)
     monkeypatch.setenv("KVGUARD_LEVEL", "tags")
     register()
-    engine = TinyEngine(checkpoint, **options)
+    engine = VllmEngine(options)
     counts: Counter[str] = Counter()
-    guarded = soak(engine, counts)
+    guarded = soak(engine, counts, steps)
     print(dict(counts), f"{len(guarded)} requests compared")
-    guard = engine.scheduler._kvguard_attached.guard
+    guard = engine.guard_side.guard
     assert guard.violations == ()
     assert guarded == plain and counts == plain_counts
-    assert min(counts["preemptions"], counts["client_aborts"], len(guarded)) > 0
+    happened = ("preemptions", "evictions", "prefix_hits", "client_aborts", "steps_full")
+    assert min(counts[what] for what in happened) > 0 and len(guarded) > steps / 50, counts
     health = guard.health()
-    assert health.ok and health.counters["steps_verified"] == health.counters["steps_seen"] > STEPS * 0.9
+    assert health.ok and health.counters["steps_verified"] == health.counters["steps_seen"] > steps * 0.9
     assert health.counters["guard_faults"] == health.counters["adapter_errors"] == 0
