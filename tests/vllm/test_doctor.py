@@ -36,8 +36,11 @@ def test_a_sound_environment_passes_and_names_its_limits(monkeypatch: pytest.Mon
 
 def test_what_would_leave_vllm_unguarded_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit 1 and a line that says what to do: level off, plug-in kept out, a vLLM that looks different."""
-    code, findings, _ = run()
-    assert code == 1 and failed(findings) == ["configuration"]
+    for level in (None, "off"):
+        if level is not None:
+            monkeypatch.setenv("KVGUARD_LEVEL", level)
+        code, findings, output = run()
+        assert code == 1 and failed(findings) == ["configuration"] and "KVGUARD_LEVEL=tags" in output
     monkeypatch.setenv("KVGUARD_LEVEL", "tags")
     monkeypatch.setenv("VLLM_PLUGINS", "lora_resolver")
     code, findings, output = run()
