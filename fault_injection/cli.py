@@ -104,6 +104,7 @@ def _refuse(message: str) -> NoReturn:
 def _campaign(plan: CampaignPlan, runs_dir: Path, workers: int, as_json: bool) -> int:
     import signal
     import time
+    import traceback
     from concurrent.futures.process import BrokenProcessPool
 
     import jinja2  # noqa: F401  (the report needs it: better to learn of that now than after the last trial)
@@ -112,7 +113,17 @@ def _campaign(plan: CampaignPlan, runs_dir: Path, workers: int, as_json: bool) -
     from kvguard.fault_injection.html_report import report_html
     from kvguard.fault_injection.junit import junit_xml
     from kvguard.fault_injection.results import results_json
-    from kvguard.fault_injection.run_folder import ENGINE_LOG, JUNIT, PLAN, REPORT, RESULTS, RunFolder, plan_toml
+    from kvguard.fault_injection.run_folder import (
+        ENGINE_LOG,
+        FAILURE,
+        JUNIT,
+        PLAN,
+        REPORT,
+        RESULTS,
+        RunFolder,
+        RunFolderError,
+        plan_toml,
+    )
     from kvguard.fault_injection.terminal import Progress, show_results
 
     folder = RunFolder(runs_dir, plan.seed)
@@ -149,6 +160,14 @@ def _campaign(plan: CampaignPlan, runs_dir: Path, workers: int, as_json: bool) -
             f"kvguard campaign: a worker died after {done} of {total} (out of memory?); history in {folder.path}",
             err=True,
         )
+        return 3
+    except RunFolderError:
+        raise
+    except Exception as error:
+        # The trials that were run are in the history; what they would have shown together is not known.
+        folder.write(FAILURE, traceback.format_exc())
+        what = f"{type(error).__name__}: {' '.join(str(error).split())}"[:200]
+        typer.echo(f"kvguard campaign: failed after {done} of {total}: {what}; see {folder.path / FAILURE}", err=True)
         return 3
     finally:
         folder.close()

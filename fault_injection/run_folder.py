@@ -32,6 +32,7 @@ from kvguard.fault_injection.plan import (
 
 LATEST = "latest"
 PLAN, HISTORY, RESULTS, REPORT, JUNIT = "plan.toml", "history.jsonl", "results.json", "report.html", "junit.xml"
+FAILURE = "failure.txt"
 ENGINE_LOG = "engine.log"
 """What vLLM printed; only its campaigns have it."""
 

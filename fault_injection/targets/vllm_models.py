@@ -40,7 +40,7 @@ def model_folder(model: str, weights: str) -> Path:
 
 @lru_cache(maxsize=4)
 def prompts_of(model: str, folder: Path) -> Prompts:
-    """Random tokens for a random model; SmolLM2 is asked to repeat a secret, so that a leak can be read."""
+    """Random tokens for a random model; SmolLM2 is made to recite a secret, so that a leak can be read."""
     if model == SMOLLM2:
         return _smollm2_prompts(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -54,8 +54,8 @@ def _smollm2_prompts(folder: Path) -> Prompts:
 
     def make(rng: random.Random, text: str) -> tuple[int, ...]:
         del rng
-        asked = f"<|im_start|>user\nRepeat: {text}<|im_end|>\n<|im_start|>assistant\n{text[:6]}"
-        return tuple(tokenizer.encode(asked, add_special_tokens=False))
+        # What stands there twice, even a model of this size says a third time, with INT4 weights too.
+        return tuple(tokenizer.encode(f"Note: {text}\nNote: {text}\nNote:", add_special_tokens=False))
 
     return Prompts(make=make, text=lambda tokens: str(tokenizer.decode(list(tokens))))
 

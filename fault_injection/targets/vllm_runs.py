@@ -76,13 +76,17 @@ class _Engines:
         self._engines.pop(repr(options)).close()
 
 
-def _start(options: VllmOptions) -> VllmEngine:
+def prepare(setup: Cell | CleanPlan) -> None:
+    """Before anything of vLLM, Triton or transformers is imported: what they decide at their import."""
     # The plug-in must not attach by itself: unguarded runs are vLLM's own code.
     for name in [name for name in os.environ if name.startswith("KVGUARD_") and not name.startswith("KVGUARD_TEST_")]:
         del os.environ[name]
     # vLLM logs the crash of an engine at length; here crashes are effects of faults, and in the results.
     os.environ["VLLM_LOGGING_LEVEL"] = "CRITICAL"
-    prepare_process(options.runner)
+    prepare_process(setup.runner)  # type: ignore[arg-type]
+
+
+def _start(options: VllmOptions) -> VllmEngine:
     import torch
 
     torch.set_num_threads(1)
@@ -162,6 +166,7 @@ class VllmRuns:
     """Implements `TrialRuns`; `proofs` names a set of `PROOFS`."""
 
     def __init__(self, plan: TrialPlan, *, model: str, proofs: str) -> None:
+        prepare(plan.cell)
         self._plan, self._proofs = plan, proofs
         self._options = vllm_options(plan.cell, model=model, tight=False)
         self._prompts = prompts_of(model, self._options.model)
@@ -202,6 +207,7 @@ def golden_run(options: VllmOptions, prompts: Prompts, traffic_seed: int, *, cli
 
 def clean_runs(plan: CleanPlan, *, model: str) -> tuple[Run, Run]:
     """Healthy traffic in a tight pool with client aborts: guard off, guard on."""
+    prepare(plan)
     options = vllm_options(plan, model=model, tight=True)
     prompts = prompts_of(model, options.model)
     arrivals = trial_traffic(plan.traffic_seed, prompts.make, client_aborts=True)
