@@ -7,7 +7,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env campaign campaign-vllm lint test test-core soak mutation wheel clean env-vllm test-vllm models
+.PHONY: help env campaign campaign-vllm lint test test-own test-core soak mutation wheel clean env-vllm test-vllm models
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -22,7 +22,9 @@ lint: env ## ruff and mypy
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 
-test: lint ## lint, then every test but the million-operation soak (PYTEST_ARGS="-n 4 --dist loadfile")
+test: lint test-own test-vllm ## lint, then every test but the million-operation soak (PYTEST_ARGS="-n 4 --dist loadfile")
+
+test-own: env ## the tests that need no engine but our own
 	$(PYTEST) -m "not soak"
 
 test-core: env ## the quick tests of the core, the kernels and the house
@@ -51,5 +53,5 @@ models: env-vllm ## download and prepare SmolLM2 as bf16 and INT4 checkpoints, i
 campaign-vllm: env-vllm ## page faults inside a real vLLM, both runners (ARGS="--runner v1")
 	@.venv-vllm/bin/kvguard campaign --engine vllm $(ARGS)
 
-test-vllm: env-vllm ## the tests of the vLLM adapter, in .venv-vllm
-	.venv-vllm/bin/python -m pytest tests/vllm
+test-vllm: env-vllm models ## the tests of the vLLM adapter, in .venv-vllm
+	.venv-vllm/bin/python -m pytest $(PYTEST_ARGS) tests/vllm

