@@ -31,13 +31,16 @@ def test_help_lists_every_target(make: Make, root: Path) -> None:
 
 
 def test_test_checks_style_and_types_first(make: Make) -> None:
-    """`make test` builds the environment, then runs ruff, mypy and the whole suite, in this order."""
+    """`make test` runs ruff, mypy, the whole suite, and then the engine's tests in its own environment."""
     lines = make("--dry-run", "test").stdout.splitlines()
     assert [line.split(" ", 1)[1] for line in lines] == [
         "tools/make_env.py",
         "-m ruff check .",
         "-m mypy",
         '-m pytest -n 2 --dist loadfile -m "not soak"',
+        "-m tools.make_engine_env vllm",
+        "-m tools.prepare_smollm2",
+        "-m pytest -n 2 --dist loadfile tests/vllm",
     ]
 
 
