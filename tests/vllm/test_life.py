@@ -180,19 +180,29 @@ def test_sleep_wake_and_new_weights_release_the_quarantine(
     assert guard.health().ok
 
 
+@pytest.mark.parametrize("connector", ["ExampleConnector", "LateConnector"])
 def test_kv_that_a_connector_loads_is_healthy(
-    start: Callable[..., VllmEngine], golden: dict[int, list[Answer]], tmp_path: Path
+    connector: str, start: Callable[..., VllmEngine], golden: dict[int, list[Answer]], tmp_path: Path
 ) -> None:
-    """Prefill in one engine, decode in another: pages are filled by the connector, not by a step."""
-    transfer = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
-    }
-    producer = start(extra={"kv_transfer_config": transfer})
+    """Prefill in one engine, decode in another: blocks are filled by the connector, not by a step of theirs.
+
+    The late one loads while its requests wait, and their blocks are published when no step of theirs has run.
+    """
+
+    def transfer(name: str) -> dict[str, Any]:
+        return {
+            "kv_transfer_config": {
+                "kv_connector": name,
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+                **({"kv_connector_module_path": "tests.vllm.late_connector"} if name == "LateConnector" else {}),
+            }
+        }
+
+    producer = start(extra=transfer("ExampleConnector"))
     assert producer.generate(*traffic(1)) == golden[1]
     assert_clean(producer)
-    consumer = start(extra={"kv_transfer_config": transfer})
+    consumer = start(extra=transfer(connector))
     loaded: list[int] = []
     match = consumer.scheduler.connector.get_num_new_matched_tokens
 
@@ -204,4 +214,6 @@ def test_kv_that_a_connector_loads_is_healthy(
     consumer.scheduler.connector.get_num_new_matched_tokens = counted
     assert consumer.generate(*traffic(1)) == golden[1]
     assert sum(loaded) > 64, "the second engine took KV from the first"
+    # Once more: what was published when it arrived is adopted now.
+    assert consumer.generate(*traffic(1)) == golden[1]
     assert_clean(consumer)
