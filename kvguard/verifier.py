@@ -7,7 +7,7 @@ to 64 KiB, which is about 4,000 tag changes in one step; beyond that it may wait
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,12 +32,14 @@ class PoolInputs:
     slot_mapping  int64 [tokens] or None: where this step writes
     query_start   int32 or int64 [batch rows + 1] or None: tokens of each batch row, needed with slot_mapping
     query_row     int64 [rows] or None: place in the batch of each row of the step, where that is not its own order
+    place_is_row  the batch lists its requests as the block table does: a request's place is its table row
     """
 
     table: Any
     slot_mapping: Any = None
     query_start: Any = None
     query_row: Any = None
+    place_is_row: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class PendingVerdicts:
             return Verdicts(step=self.step, records=None)
         records = _to_numpy(self.record)
         evidence: dict[str, tuple[Evidence, ...]] = {}
-        if records[:, :, layout.FLAGS].any():
+        if np.count_nonzero(records[:, :, layout.FLAGS]):
             for pool, (entries, rows) in self.evidence.items():
                 host_rows, host_entries = _to_numpy(rows), _to_numpy(entries)
                 evidence[pool] = tuple(
@@ -70,6 +72,23 @@ class PendingVerdicts:
                     if row >= 0
                 )
         return Verdicts(step=self.step, records=records, evidence=evidence)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Uploaded:
+    """A delta's arrays on the device. Nothing writes to them, so later steps that say the same use them again.
+
+    sent        the bytes of the delta up to its tag changes, before table rows were filled in
+    spans       per pool, where its arrays lie
+    table_rows  what was filled in
+    packed      int64 [words]: what lies on the device; views: its arrays, per pool in the order of `spans`
+    """
+
+    sent: bytes
+    spans: Sequence[tuple[tuple[int, int], ...]]
+    table_rows: list[int] | None
+    packed: Any
+    views: list[tuple[Any, ...]]
 
 
 class Verifier:
@@ -81,44 +100,92 @@ class Verifier:
         self._arrays = _NumpyArrays() if check_backend(backend) == "numpy" else _TorchArrays(device)
         self._tags = {pool.name: self._arrays.zeros(pool.num_pages) for pool in setup.pools}
         self._step = 0
+        self._uploaded: _Uploaded | None = None
+        self._accepted: dict[str, tuple[PoolInputs, int, PoolInputs]] = {}
 
     @property
     def step(self) -> int:
         """The last step that was applied."""
         return self._step
 
-    def check(self, delta: StepDelta, inputs: Mapping[str, PoolInputs]) -> PendingVerdicts:
+    def check(
+        self, delta: StepDelta, inputs: Mapping[str, PoolInputs], *, table_rows: list[int] | None = None
+    ) -> PendingVerdicts:
         """Apply the delta's tag changes, check its rows, neutralise what fails; all enqueued, nothing awaited.
 
-        `inputs`: per pool name. Raises ValueError if a step is missing before this one or a pool has no inputs: a
-        mirror that missed a change would judge every later step wrongly.
+        `inputs`: per pool name. `table_rows`: the block-table row of each request, where only the model runner knows
+        it. Raises ValueError if a step is missing before this one or a pool has no inputs: a mirror that missed a
+        change would judge every later step wrongly.
         """
         if delta.step != self._step + 1:
             raise ValueError(f"step {delta.step} does not follow step {self._step}: a delta was lost or repeated")
-        missing = [section.pool for section in delta.sections if section.pool not in inputs]
-        if missing and self._setup.check and delta.requests:
-            raise ValueError(f"no block table for pool {', '.join(missing)}: attention would read it unchecked")
-        for name, given in inputs.items():
-            _require_consistent(name, given, len(delta.requests))
-        self._step = delta.step
-        inputs = {pool: self._arrays.accept(given) for pool, given in inputs.items()}
-        packed = self._arrays.upload(delta.packed)
         rows = len(delta.requests)
+        if self._setup.check and rows:
+            missing = [section.pool for section in delta.sections if section.pool not in inputs]
+            if missing:
+                raise ValueError(f"no block table for pool {', '.join(missing)}: attention would read it unchecked")
+        accepted = {name: self._accept(name, given, rows) for name, given in inputs.items()}
+        uploaded = self._upload(delta, table_rows)
+        self._step = delta.step
         for section in delta.sections:
-            pages, values = _slice(packed, section.tag_pages), _slice(packed, section.tag_values)
-            scatter_tags(page_tag=self._tags[section.pool], pages=pages, tags=values)
+            if section.tag_pages[0] != section.tag_pages[1]:
+                pages, values = _slice(uploaded.packed, section.tag_pages), _slice(uploaded.packed, section.tag_values)
+                scatter_tags(page_tag=self._tags[section.pool], pages=pages, tags=values)
         if not self._setup.check or rows == 0:
             return PendingVerdicts(step=delta.step, record=None)
         record = self._arrays.full((len(delta.sections), rows, layout.RECORD_WORDS), layout.NOT_CHECKED)
         evidence: dict[str, tuple[Any, Any]] = {}
         for index, (pool, section) in enumerate(zip(self._setup.pools, delta.sections, strict=True)):
-            given = inputs[pool.name]
-            evidence[pool.name] = self._check_pool(pool, section, delta.enforce, packed, given, record[index])
+            given, views = accepted[pool.name], uploaded.views[index]
+            evidence[pool.name] = self._check_pool(pool, section, delta.enforce, views, given, record[index])
         return PendingVerdicts(step=delta.step, record=record, evidence=evidence)
 
+    def _accept(self, name: str, given: PoolInputs, rows: int) -> PoolInputs:
+        """What a pool is given, in this backend's arrays; an object that is given again is not looked at again."""
+        known = self._accepted.get(name)
+        if known is None or known[0] is not given or known[1] != rows:
+            _require_consistent(name, given, rows)
+            known = self._accepted[name] = (given, rows, self._arrays.accept(given))
+        return known[2]
+
+    def _upload(self, delta: StepDelta, table_rows: list[int] | None) -> _Uploaded:
+        """The delta's arrays on the device: those of an earlier step where it says the same, else in one copy."""
+        sections = delta.sections
+        spans = [(s.table_row, s.expected, s.extent_offset, s.extent_start, s.extent_stop) for s in sections]
+        end = min(section.tag_pages[0] for section in sections)
+        sent = delta.packed[:end].tobytes()
+        last = self._uploaded
+        if (
+            last is not None
+            and len(delta.packed) == end
+            and last.sent == sent
+            and last.spans == spans
+            and last.table_rows == table_rows
+        ):
+            return last
+        host = delta.packed if table_rows is None else delta.placed(np.array(table_rows, np.int64)).packed
+        packed = self._arrays.upload(host)
+        uploaded = _Uploaded(
+            sent=sent,
+            spans=spans,
+            table_rows=table_rows,
+            packed=packed,
+            views=[tuple(_slice(packed, span) for span in of_pool) for of_pool in spans],
+        )
+        if all(span[1] <= end for of_pool in spans for span in of_pool):
+            self._uploaded = uploaded
+        return uploaded
+
     def _check_pool(
-        self, pool: PoolSpec, section: PoolSection, enforce: bool, packed: Any, given: PoolInputs, record: Any
+        self,
+        pool: PoolSpec,
+        section: PoolSection,
+        enforce: bool,
+        views: tuple[Any, ...],
+        given: PoolInputs,
+        record: Any,
     ) -> tuple[Any, Any]:
+        row_index, expected, extent_offset, extent_start, extent_stop = views
         width = min(int(given.table.shape[1]), max(1, section.columns) * pool.split, EVIDENCE_COLUMNS)
         evidence = self._arrays.full((EVIDENCE_ROWS, width), -1)
         evidence_row = self._arrays.full((EVIDENCE_ROWS,), -1)
@@ -126,11 +193,11 @@ class Verifier:
         verify_pages(
             table=given.table,
             page_tag=self._tags[pool.name],
-            row_index=_slice(packed, section.table_row),
-            expected=_slice(packed, section.expected),
-            extent_offset=_slice(packed, section.extent_offset),
-            extent_start=_slice(packed, section.extent_start),
-            extent_stop=_slice(packed, section.extent_stop),
+            row_index=row_index,
+            expected=expected,
+            extent_offset=extent_offset,
+            extent_start=extent_start,
+            extent_stop=extent_stop,
             columns=section.columns,
             key=self._setup.digest_key,
             split=pool.split,
@@ -141,7 +208,7 @@ class Verifier:
             evidence_row=evidence_row,
             slot_mapping=given.slot_mapping,
             query_start=given.query_start,
-            query_row=given.query_row,
+            query_row=row_index if given.place_is_row else given.query_row,
             skip_slot=pool.skip_slot,
         )
         return evidence, evidence_row
@@ -162,7 +229,7 @@ def _require_consistent(pool: str, given: PoolInputs, rows: int) -> None:
     if given.query_start is None:
         raise ValueError(f"pool {pool}: slot_mapping needs query_start, to know whose tokens are whose")
     places = int(given.query_start.shape[0]) - 1
-    if given.query_row is None and places < rows:
+    if given.query_row is None and not given.place_is_row and places < rows:
         raise ValueError(f"pool {pool}: query_start covers {places} batch rows, the step has {rows}")
     if given.query_row is not None and int(given.query_row.shape[0]) != rows:
         raise ValueError(f"pool {pool}: query_row has {int(given.query_row.shape[0])} entries, the step {rows} rows")
@@ -202,6 +269,7 @@ class _NumpyArrays:
             slot_mapping=view(given.slot_mapping),
             query_start=view(given.query_start),
             query_row=view(given.query_row),
+            place_is_row=given.place_is_row,
         )
 
 
@@ -235,6 +303,7 @@ class _TorchArrays:
             slot_mapping=view(given.slot_mapping),
             query_start=view(given.query_start),
             query_row=view(given.query_row),
+            place_is_row=given.place_is_row,
         )
 
     def upload(self, array: Any) -> Any:

@@ -202,10 +202,16 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *_of(
         "kvguard/verifier.py",
         ("the check for lost deltas", STEPS, "if delta.step != self._step + 1:", "if False:"),
-        ("the check for a missing block table", STEPS, "if missing and self._setup.check and delta.requests:", "if False:"),
+        ("the check for a missing block table", STEPS, "            if missing:\n", "            if False:\n"),
         ("the neutralising", TAG, "neutral_page=null_page if enforce else -1", "neutral_page=-1"),
         ("observing without neutralising", TAG, "neutral_page=null_page if enforce else -1", "neutral_page=null_page"),
-        ("the evidence", TAG, "if records[:, :, layout.FLAGS].any():", "if False:"),
+        ("uploads used again for other expectations", SHORT, "            and last.sent == sent\n", ""),
+        ("uploads used again for another layout", SHORT, "            and last.spans == spans\n", ""),
+        ("uploads used again for other table rows", SHORT, "            and last.table_rows == table_rows\n", ""),
+        ("uploads used again without tag changes only", SHORT, "            and len(delta.packed) == end\n", ""),
+        ("inputs looked at again for another object", STEPS, "known[0] is not given or", ""),
+        ("inputs looked at again for more rows", SHORT, " or known[1] != rows:", ":"),
+        ("the evidence", TAG, "if np.count_nonzero(records[:, :, layout.FLAGS]):", "if False:"),
     ),
     *_of(
         "kernels/verify_pages/reference.py",

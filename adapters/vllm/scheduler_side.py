@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
+from operator import ne
 from typing import Any
 
 from kvguard.adapters.vllm.verdicts import VerdictHandler
@@ -54,7 +55,10 @@ class SchedulerSide:
         self._groups = [spec.name for spec in pools]
         self._managers = list(manager.coordinator.single_type_managers)
         self._verdicts = VerdictHandler(self.guard, scheduler, pools)
+        self._blocks_of = [single.req_to_blocks for single in self._managers]
         self._columns: dict[str, list[int]] = {}
+        self._in_step: list[str] = []
+        self._counts: list[list[int]] = []
         self._group_of: dict[int, int] = {}
         self._fresh: set[int] = set()
         self._published: dict[str, list[tuple[int, int, Any]]] = {}
@@ -140,6 +144,7 @@ class SchedulerSide:
 
     def _forget(self, request: str) -> None:
         self._published.pop(request, None)
+        self._in_step = []
         if self._columns.pop(request, None) is not None:
             self.guard.finish(request)
 
@@ -239,6 +244,13 @@ class SchedulerSide:
 
     def _taken(self, blocks: list[Any], get_new_blocks: Callable[..., Any]) -> list[Any]:
         """Blocks left the free queue. One that a request still holds is left to it, and another is drawn."""
+        pages = [block.block_id for block in blocks]
+        if len(self._groups) == 1 and self.guard.may_hand_out(pages):
+            known = [page for page in pages if self._group_of.pop(page, None) is not None]
+            if known:
+                self.guard.retire(known)
+            self._fresh.update(pages)
+            return blocks
         kept = []
         for block in blocks:
             page = block.block_id
@@ -300,19 +312,53 @@ class SchedulerSide:
         requests = self._scheduler.requests
         drafts = output.scheduled_spec_decode_tokens
         names = list(output.num_scheduled_tokens)
-        ends = []
-        for name in names:
-            request = requests[name]
-            self._catch_up(name, request)
+        counts = [[len(blocks.get(name, ())) for name in names] for blocks in self._blocks_of]
+        if self._published or counts != self._counts or names != self._in_step:
+            self._catch_up_with_step(names, counts)
+        ends = [requests[name].num_computed_tokens for name in names]
+        if drafts:
             # Drafted tokens may be rejected: what they write is not counted as computed.
-            ends.append(request.num_computed_tokens - (len(drafts.get(name, ())) if drafts else 0))
-            if self._published:
-                self._publish(name, None)
+            ends = [end - len(drafts.get(name, ())) for name, end in zip(names, ends, strict=True)]
         if self._fresh or self._published:
             self._catch_up_with_waiting(requests)
         self._key_in_pass.clear()
         delta = self.guard.step(names, [0] * len(names), ends)
         return StepPayload(setup=self.guard.setup if delta.step == 1 else None, delta=delta)
+
+    def _catch_up_with_step(self, names: list[str], counts: list[list[int]]) -> None:
+        """Learn what is new of the step's requests; `counts`: the number of blocks of each, per group."""
+        behind = names
+        if names == self._in_step:
+            grown = [map(ne, new, old) for new, old in zip(counts, self._counts, strict=True)]
+            behind = [name for name, moved in zip(names, map(any, zip(*grown, strict=True)), strict=True) if moved]
+        self._in_step, self._counts = [], []
+        self._take_one_each(behind)
+        if self._published or len(behind) < len(names):
+            known = set(behind)
+            behind = [name for name in names if name in known or name in self._published]
+        for name in behind:
+            self._catch_up(name, self._scheduler.requests[name])
+            if self._published:
+                self._publish(name, None)
+        # Only now: a pass that failed half way must not be taken for one that learnt everything.
+        self._in_step, self._counts = names, counts
+
+    def _take_one_each(self, names: list[str]) -> None:
+        """Requests that went on to one fresh block, as in decode: in one call for all of them."""
+        for group, blocks_of in enumerate(self._blocks_of):
+            grown, pages = [], []
+            for name in names:
+                columns, blocks = self._columns.get(name), blocks_of.get(name, ())
+                if columns is None or len(blocks) != columns[group] + 1 or blocks[-1].block_id not in self._fresh:
+                    continue
+                page = blocks[-1].block_id
+                self._fresh.discard(page)
+                self._group_of[page] = group
+                columns[group] += 1
+                grown.append(name)
+                pages.append(page)
+            if grown and self.guard.allocate_each(grown, pages, pool=self._groups[group]):
+                raise RuntimeError(f"one of the blocks {pages} was refused after it was vetted")
 
     def _catch_up(self, name: str, request: Any) -> None:
         """The request's blocks, as vLLM has them now, into its ledgers."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import is_not
 from typing import Any
-
-import numpy as np
 
 from kvguard.adapters.vllm.layout import Unsupported, check_backends, describe_tables_v1, describe_tables_v2
 from kvguard.adapters.vllm.ranks import RankVerdicts
@@ -29,6 +28,8 @@ class WorkerSide:
         self._ranks: RankVerdicts | None = None
         self._setup: GuardSetup | None = None
         self._names: list[str] = []
+        self._given: list[Any] = []
+        self._inputs: dict[str, PoolInputs] = {}
         self._payload: StepPayload | None = None
         self._pending: PendingVerdicts | None = None
         self._trouble = ""
@@ -103,13 +104,15 @@ class WorkerSide:
     ) -> PendingVerdicts:
         if self._verifier is None:
             self._verifier = self._make_verifier()
-        rows = np.array([place_of[request] for request in payload.delta.requests], np.int64)
-        query_row = self._verifier.upload(rows)
-        inputs = {
-            name: PoolInputs(table=table, slot_mapping=slot, query_start=query_start, query_row=query_row)
-            for name, table, slot in zip(self._names, tables, slots, strict=True)
-        }
-        return self._verifier.check(payload.delta.placed(rows), inputs)
+        rows = [place_of[request] for request in payload.delta.requests]
+        given = [*tables, *slots, query_start]
+        if len(given) != len(self._given) or any(map(is_not, given, self._given)):
+            self._given = given
+            self._inputs = {
+                name: PoolInputs(table=table, slot_mapping=slot, query_start=query_start, place_is_row=True)
+                for name, table, slot in zip(self._names, tables, slots, strict=True)
+            }
+        return self._verifier.check(payload.delta, self._inputs, table_rows=rows)
 
     def _make_verifier(self) -> Verifier:
         if self._setup is None:
@@ -164,6 +167,7 @@ class WorkerSideV1(WorkerSide):
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
         prepare = runner._prepare_inputs
+        starts: dict[int, tuple[Any, Any]] = {}
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             result = prepare(*args, **kwargs)
@@ -173,9 +177,16 @@ class WorkerSideV1(WorkerSide):
                 batch.req_id_to_index,
                 [table.block_table.gpu for table in tables],
                 [table.slot_mapping.gpu for table in tables],
-                runner.query_start_loc.gpu[: batch.num_reqs + 1],
+                first_of(runner.query_start_loc.gpu, batch.num_reqs + 1),
             )
             return result
+
+        def first_of(buffer: Any, count: int) -> Any:
+            """The same view of the runner's own buffer for the same number of requests."""
+            kept = starts.get(count)
+            if kept is None or kept[0] is not buffer:
+                kept = starts[count] = (buffer, buffer[:count])
+            return kept[1]
 
         runner._prepare_inputs = guarded
 

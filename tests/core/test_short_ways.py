@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -16,8 +17,9 @@ from kvguard.kernels.mixing import mix, signed64
 from kvguard.ledger import VECTOR_TERMS
 from kvguard.messages import StepDelta
 from kvguard.pools import PoolSpec
+from kvguard.verifier import PoolInputs
 from tests.core.random_world import WEIGHTS, World
-from tests.core.support import MAIN, Rig
+from tests.core.support import MAIN, Rig, aborted
 
 STEADY = {**WEIGHTS, "step": 60, "judge": 50, "allocate_each": 20, "start": 4, "finish": 1, "preempt": 1, "reset": 1}
 OPERATIONS = [operation for operation, weight in STEADY.items() for _ in range(weight)]
@@ -229,3 +231,90 @@ def test_the_digest_of_many_new_columns_is_the_sum_of_their_terms() -> None:
         assert delta.array(delta.sections[0].expected).tolist() == [signed64(wanted)]
         assert ledger.digest == wanted % 2**64
     assert np.array_equal(delta.array(delta.sections[0].extent_offset), [0, ledger.extent_count])
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_the_device_half_uses_an_upload_again_only_for_the_same_delta(backend: str) -> None:
+    """Table rows, expectations, layout and tag changes: whatever differs is uploaded; what does not is not."""
+    rig = Rig(backend=backend)
+    rig.start("a", "b")
+    rig.allocate("a", 1, 2, 3)
+    rig.allocate("b", 4, 5, 6)
+    verifier, tables = rig.verifier, rig._wrap(rig.tables)
+    given = {"main": PoolInputs(table=tables["main"])}
+    uploads: list[int] = []
+    arrays: Any = verifier._arrays
+    upload = arrays.upload
+
+    def counted(array: Any) -> Any:
+        uploads.append(len(array))
+        return upload(array)
+
+    arrays.upload = counted
+
+    def clean(rows: list[int], **inputs: PoolInputs) -> bool:
+        rig.tables["main"][rows[0], :3], rig.tables["main"][rows[1], :3] = [1, 2, 3], [4, 5, 6]
+        delta = rig.guard.step(["a", "b"], [0, 0], [12, 12])
+        return rig.judge(verifier.check(delta, inputs or given, table_rows=rows)).clean
+
+    assert clean([0, 1]) and len(uploads) == 1
+    assert clean([0, 1]) and clean([0, 1]) and len(uploads) == 1
+    rig.tables["main"][:] = 0
+    assert clean([5, 2]) and len(uploads) == 2
+    rig.guard.retire([9])
+    rig.guard.drop("a", 1, 2)
+    assert clean([5, 2]) and len(uploads) == 3, "another layout"
+    rig.guard.drop("b", 0, 1)
+    assert clean([5, 2]) and len(uploads) == 4, "other expectations"
+    rig.start("c")
+    rig.guard.allocate("c", [7])
+    assert clean([5, 2]) and len(uploads) == 5, "tag changes alone"
+    assert verifier.tags("main")[7] == rig.guard._books.tables[0].tag(7) != 0
+    assert clean([5, 2]) and len(uploads) == 5
+    other = rig.tables["main"].copy()
+    other[5, 0] = 31
+    wrapped = rig._wrap({"main": other})["main"]
+    assert not clean([5, 2], main=PoolInputs(table=wrapped)), "another table is another table"
+
+
+def test_a_layout_that_moved_is_uploaded_though_it_has_the_same_words() -> None:
+    """A delta with the bytes of the last one, and other spans."""
+    rig = steady()
+    first = rig.delta("a", "b")
+    assert rig.judge(rig.check(first)).clean
+    second = rig.delta("a", "b")
+    section = second.sections[0]
+    swapped = replace(section, extent_start=section.extent_stop, extent_stop=section.extent_start)
+    assert aborted(rig.judge(rig.check(replace(second, sections=(swapped,))))) == {"a", "b"}, "nothing is live"
+    views = rig.verifier._uploaded.views[0] if rig.verifier._uploaded else ()
+    assert [view.tolist() for view in views[3:]] == [[2, 2], [0, 0]]
+
+
+def test_inputs_that_fit_the_last_step_are_looked_at_again_for_more_rows() -> None:
+    """The same object may cover two rows and not three."""
+    rig = Rig()
+    rig.start("a", "b", "c")
+    slots, starts = np.zeros(2, np.int64), np.array([0, 1, 2], np.int64)
+    given = {"main": PoolInputs(table=rig.tables["main"], slot_mapping=slots, query_start=starts)}
+    assert rig.judge(rig.verifier.check(rig.delta("a", "b"), given)).clean
+    with pytest.raises(ValueError, match="covers 2 batch rows, the step has 3"):
+        rig.verifier.check(rig.delta("a", "b", "c"), given)
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_a_batch_in_the_order_of_the_block_table_needs_no_list_of_places(backend: str) -> None:
+    """A flagged row's slots are those at the place that its table row names."""
+    rig = Rig(backend=backend)
+    rig.start("a", "b")
+    rig.allocate("a", 1)
+    rig.allocate("b", 2)
+    slots, starts = np.array([4, 8], np.int64), np.array([0, 1, 2], np.int64)
+    wrapped = rig._wrap({"table": rig.tables["main"], "slots": slots, "starts": starts})  # type: ignore[dict-item]
+    rig.tables["main"][0, 0], rig.tables["main"][1, 0] = 2, 31
+    given = PoolInputs(
+        table=wrapped["table"], slot_mapping=wrapped["slots"], query_start=wrapped["starts"], place_is_row=True
+    )
+    delta = rig.guard.step(["a", "b"], [0, 0], [4, 4])
+    judgement = rig.judge(rig.verifier.check(delta, {"main": given}, table_rows=[1, 0]))
+    assert judgement.withheld == {"a"}
+    assert slots.tolist() == [4, -1]
