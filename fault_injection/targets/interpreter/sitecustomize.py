@@ -24,4 +24,4 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
             return torch.cpu
 
-    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)  # type: ignore[assignment]
+    triton.backends.backends["cpu"] = types.SimpleNamespace(driver=Driver, compiler=None)
