@@ -1,6 +1,6 @@
 """A KV connector that loads behind the forward's back: vLLM's ExampleConnector, two steps late.
 
-Requests wait with their blocks allocated until the worker says that the KV has arrived, as with a network transfer. vLLM
+Requests wait with their blocks allocated until the worker says that the KV has arrived, as over a network. vLLM
 then publishes these blocks although no step of theirs has run.
 """
 

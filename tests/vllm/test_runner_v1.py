@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from kvguard.adapters.vllm.plugin import ATTACHED, register
-from kvguard.guard import Guard
 from kvguard.fault_injection.targets.vllm_engine import Answer, VllmEngine, VllmOptions
+from kvguard.guard import Guard
 from tests.vllm.tiny import traffic, write_checkpoint
 
 FAULT_STEP = 25
