@@ -61,11 +61,17 @@ PromptMaker = Callable[[random.Random, str], tuple[int, ...]]
 
 
 def trial_traffic(
-    seed: int, make_prompt: PromptMaker = recall_prompt, *, client_aborts: bool = False, requests: int = 7
+    seed: int,
+    make_prompt: PromptMaker = recall_prompt,
+    *,
+    client_aborts: bool = False,
+    requests: int = 7,
+    new_tokens: range = range(18, 27),
 ) -> list[Arrival]:
     """A short burst: two clients with the same prompt at once, then arrivals every few steps while others generate.
 
-    Late arrivals repeat an early prompt (A-B-A): their pages may have been in other hands meanwhile.
+    Late arrivals repeat an early prompt (A-B-A): their pages may have been in other hands meanwhile. `new_tokens`: what
+    the number of tokens that a request asks for is drawn from.
     """
     rng = random.Random(f"trial-traffic-{seed}")
     texts = [secret(rng) for _ in range(requests)]
@@ -77,7 +83,7 @@ def trial_traffic(
     step, arrivals = 0, []
     for index, text in enumerate(texts):
         step += 0 if index < 2 else rng.randrange(1, 4) if index < 4 else rng.randrange(1, 3)
-        request = Request(id=f"r{index}", prompt=make_prompt(rng, text), max_new_tokens=rng.randrange(18, 27))
+        request = Request(id=f"r{index}", prompt=make_prompt(rng, text), max_new_tokens=rng.choice(new_tokens))
         leaves = step + rng.randrange(3, 15) if client_aborts and index > 0 and rng.random() < 0.25 else None
         arrivals.append(Arrival(step=step, request=request, abort_step=leaves))
     if client_aborts and all(arrival.abort_step is None for arrival in arrivals):

@@ -157,7 +157,7 @@ def test_a_verdict_that_comes_too_late_is_seen(monkeypatch: pytest.MonkeyPatch) 
 
     def late(self: Guard, verdicts: Any) -> Judgement:
         judgement = original(self, verdicts)
-        held = getattr(self, "_held_back", None)
+        held: Judgement | None = getattr(self, "_held_back", None)
         self._held_back = judgement if judgement.aborts else None  # type: ignore[attr-defined]
         if held is not None:
             return held
