@@ -189,6 +189,10 @@ def test_kv_that_a_connector_loads_is_healthy(
     The late one loads while its requests wait, and their blocks are published when no step of theirs has run.
     """
 
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    ensure_kv_transfer_shutdown()
+
     def transfer(name: str) -> dict[str, Any]:
         return {
             "kv_transfer_config": {
@@ -202,6 +206,8 @@ def test_kv_that_a_connector_loads_is_healthy(
     producer = start(extra=transfer("ExampleConnector"))
     assert producer.generate(*traffic(1)) == golden[1]
     assert_clean(producer)
+    # vLLM keeps one connector per worker process; this one stands in for two.
+    ensure_kv_transfer_shutdown()
     consumer = start(extra=transfer(connector))
     loaded: list[int] = []
     match = consumer.scheduler.connector.get_num_new_matched_tokens
