@@ -7,6 +7,7 @@ to 64 KiB, which is about 4,000 tag changes in one step; beyond that it may wait
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,8 @@ from kvguard.pools import GuardSetup, PoolSpec
 EVIDENCE_ROWS = 4
 """Flagged rows of a step and pool whose block table is kept for the report; further ones are flagged without."""
 EVIDENCE_COLUMNS = 4096
+BLANKS_MAX = 64
+BLANK_WORDS_MAX = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,6 +104,7 @@ class Verifier:
         self._tags = {pool.name: self._arrays.zeros(pool.num_pages) for pool in setup.pools}
         self._step = 0
         self._uploaded: _Uploaded | None = None
+        self._blanks: dict[str, tuple[tuple[int, ...], list[Any], int]] = {}
         self._accepted: dict[str, tuple[PoolInputs, int, PoolInputs]] = {}
 
     @property
@@ -133,12 +137,28 @@ class Verifier:
                 scatter_tags(page_tag=self._tags[section.pool], pages=pages, tags=values)
         if not self._setup.check or rows == 0:
             return PendingVerdicts(step=delta.step, record=None)
-        record = self._arrays.full((len(delta.sections), rows, layout.RECORD_WORDS), layout.NOT_CHECKED)
+        record = self._blank("record", (len(delta.sections), rows, layout.RECORD_WORDS))
         evidence: dict[str, tuple[Any, Any]] = {}
         for index, (pool, section) in enumerate(zip(self._setup.pools, delta.sections, strict=True)):
             given, views = accepted[pool.name], uploaded.views[index]
             evidence[pool.name] = self._check_pool(pool, section, delta.enforce, views, given, record[index])
         return PendingVerdicts(step=delta.step, record=record, evidence=evidence)
+
+    def _blank(self, use: str, shape: tuple[int, ...]) -> Any:
+        """A fresh array of -1 (not checked, no evidence). Made several at a time: each filling costs a launch.
+
+        No array is handed out twice, so whoever still reads one of an earlier step finds what that step wrote. As many
+        are made as were wanted of this shape before, up to BLANKS_MAX, so that shapes that come once cost one.
+        """
+        kept = self._blanks.get(use)
+        if kept is None or kept[0] != shape:
+            kept = self._blanks[use] = (shape, [], 1)
+        _, blanks, count = kept
+        if not blanks:
+            most = max(1, min(BLANKS_MAX, BLANK_WORDS_MAX // max(1, math.prod(shape))))
+            blanks = self._arrays.apart(self._arrays.full((min(count, most), *shape), layout.NOT_CHECKED))
+            self._blanks[use] = (shape, blanks, 2 * min(count, most))
+        return blanks.pop()
 
     def _accept(self, name: str, given: PoolInputs, rows: int) -> PoolInputs:
         """What a pool is given, in this backend's arrays; an object that is given again is not looked at again."""
@@ -163,7 +183,11 @@ class Verifier:
             and last.table_rows == table_rows
         ):
             return last
-        host = delta.packed if table_rows is None else delta.placed(np.array(table_rows, np.int64)).packed
+        host = delta.packed
+        if table_rows is not None:
+            host = host.copy()
+            for of_pool in spans:
+                host[slice(*of_pool[0])] = table_rows
         packed = self._arrays.upload(host)
         uploaded = _Uploaded(
             sent=sent,
@@ -187,8 +211,8 @@ class Verifier:
     ) -> tuple[Any, Any]:
         row_index, expected, extent_offset, extent_start, extent_stop = views
         width = min(int(given.table.shape[1]), max(1, section.columns) * pool.split, EVIDENCE_COLUMNS)
-        evidence = self._arrays.full((EVIDENCE_ROWS, width), -1)
-        evidence_row = self._arrays.full((EVIDENCE_ROWS,), -1)
+        evidence = self._blank(pool.name, (EVIDENCE_ROWS, width))
+        evidence_row = self._blank("evidence_row", (EVIDENCE_ROWS,))
         null_page = -1 if pool.null_page is None else pool.null_page
         verify_pages(
             table=given.table,
@@ -252,6 +276,9 @@ class _NumpyArrays:
     def zeros(self, length: int) -> Any:
         return np.zeros(length, np.int64)
 
+    def apart(self, stacked: Any) -> list[Any]:
+        return list(stacked)
+
     def full(self, shape: tuple[int, ...], value: int) -> Any:
         return np.full(shape, value, np.int64)
 
@@ -281,6 +308,9 @@ class _TorchArrays:
 
         self._torch = torch
         self._device = torch.device(device)
+
+    def apart(self, stacked: Any) -> list[Any]:
+        return list(stacked.unbind(0))
 
     def zeros(self, length: int) -> Any:
         return self._torch.zeros(length, dtype=self._torch.int64, device=self._device)

@@ -209,6 +209,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("uploads used again for another layout", SHORT, "            and last.spans == spans\n", ""),
         ("uploads used again for other table rows", SHORT, "            and last.table_rows == table_rows\n", ""),
         ("uploads used again without tag changes only", SHORT, "            and len(delta.packed) == end\n", ""),
+        ("verdicts of a step's own", SHORT, "return blanks.pop()", "return blanks[-1]"),
         ("inputs looked at again for another object", STEPS, "known[0] is not given or", ""),
         ("inputs looked at again for more rows", SHORT, " or known[1] != rows:", ":"),
         ("the evidence", TAG, "if np.count_nonzero(records[:, :, layout.FLAGS]):", "if False:"),

@@ -318,3 +318,23 @@ def test_a_batch_in_the_order_of_the_block_table_needs_no_list_of_places(backend
     judgement = rig.judge(rig.verifier.check(delta, {"main": given}, table_rows=[1, 0]))
     assert judgement.withheld == {"a"}
     assert slots.tolist() == [4, -1]
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_verdicts_and_evidence_of_a_step_are_its_own_however_late_they_are_read(backend: str) -> None:
+    """Twelve steps are verified before the first verdict is read; one of them found a foreign page."""
+    rig = Rig(backend=backend, on_violation="observe", steps_in_flight_max=16)
+    rig.start("a", "b")
+    rig.allocate("a", 1, 2)
+    rig.allocate("b", 3, 4)
+    pending = []
+    for step in range(12):
+        tables = {"main": rig.tables["main"].copy()}
+        if step in (4, 7):
+            tables["main"][0, 1] = 20 + step
+        pending.append(rig.check(rig.delta("a", "b"), tables))
+    found = [verdicts.resolve() for verdicts in pending]
+    assert [step for step, verdicts in enumerate(found) if verdicts.evidence] == [4, 7]
+    for step in (4, 7):
+        evidence = found[step].evidence["main"]
+        assert [(one.row, one.entries.tolist()[:2]) for one in evidence] == [(0, [1, 20 + step])]
