@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -47,24 +47,50 @@ class PoolInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PendingVerdicts:
-    """The verdicts of a step, still on the device."""
+    """The verdicts of a step, still on the device.
+
+    on_host  where `depart` has sent the record: the pinned copy and the event after which it is complete
+    """
 
     step: int
     record: Any
     evidence: Mapping[str, tuple[Any, Any]] = field(default_factory=dict)
+    on_host: tuple[Any, Any] | None = None
+
+    def depart(self) -> PendingVerdicts:
+        """Start the record's way to the host behind the check, on the stream of the caller; does not wait.
+
+        On a GPU only: an engine may read its results in another thread, whose stream is not ordered with the check.
+        """
+        if self.record is None or isinstance(self.record, np.ndarray) or self.record.device.type != "cuda":
+            return self
+        import torch
+
+        copy = torch.empty(self.record.shape, dtype=self.record.dtype, pin_memory=True)
+        copy.copy_(self.record, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+        return replace(self, on_host=(copy, event))
+
+    def _records(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        if self.on_host is None:
+            return _to_numpy(self.record)
+        copy, event = self.on_host
+        event.synchronize()
+        return _to_numpy(copy)
 
     def flagged_rows(self) -> list[int]:
         """Rows of the step that any pool flagged, ascending. Waits for the device, as `resolve` does."""
         if self.record is None:
             return []
-        rows: list[int] = np.flatnonzero((_to_numpy(self.record)[:, :, layout.FLAGS] > 0).any(axis=0)).tolist()
+        rows: list[int] = np.flatnonzero((self._records()[:, :, layout.FLAGS] > 0).any(axis=0)).tolist()
         return rows
 
     def resolve(self) -> Verdicts:
         """Bring them to the host. On a GPU this waits for the step: call it where the sampled tokens are read."""
         if self.record is None:
             return Verdicts(step=self.step, records=None)
-        records = _to_numpy(self.record)
+        records = self._records()
         evidence: dict[str, tuple[Evidence, ...]] = {}
         if np.count_nonzero(records[:, :, layout.FLAGS]):
             for pool, (entries, rows) in self.evidence.items():

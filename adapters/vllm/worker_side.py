@@ -92,7 +92,8 @@ class WorkerSide:
     def _combined(self, pending: PendingVerdicts | None, payload: StepPayload) -> PendingVerdicts | None:
         if self._ranks is None:
             self._ranks = RankVerdicts(self._runner.device)
-        return self._ranks.combine(pending, payload.delta)
+        combined = self._ranks.combine(pending, payload.delta)
+        return None if combined is None else combined.depart()
 
     def _check(
         self,

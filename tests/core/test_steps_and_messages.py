@@ -331,3 +331,22 @@ def test_rows_that_the_device_flagged_before_the_guard_failed_do_not_leave(on_vi
     flagged = {"b"} if on_violation == "abort" else set()
     assert judgement.withheld == {abort.request for abort in judgement.aborts} == flagged
     assert {violation.request for violation in judgement.violations} == flagged
+
+
+def test_a_record_on_its_way_is_read_only_once_it_has_arrived() -> None:
+    """Where the record was sent to the host behind the check, `resolve` waits for that copy and reads nothing else."""
+    import torch
+
+    arrived = torch.zeros((1, 2, layout.RECORD_WORDS), dtype=torch.int64)
+
+    class Event:
+        def synchronize(self) -> None:
+            arrived[0, 1, layout.FLAGS] = layout.FLAG_NULL
+
+    stale = torch.full((1, 2, layout.RECORD_WORDS), layout.NOT_CHECKED)
+    pending = PendingVerdicts(step=1, record=stale, on_host=(arrived, Event()))
+    assert pending.flagged_rows() == [1]
+    records = pending.resolve().records
+    assert records is not None and records[0, :, layout.FLAGS].tolist() == [0, layout.FLAG_NULL]
+    on_cpu = PendingVerdicts(step=1, record=arrived)
+    assert on_cpu.depart() is on_cpu

@@ -8,6 +8,7 @@ recorded, with the short way for tensors in host memory closed. Where there is a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -45,7 +46,7 @@ class TwoRanks:
         pass
 
     def combine(self, pending: Any, delta: Any) -> Any:
-        return SimpleNamespace(record=worst_of(torch.stack([pending.record, pending.record])))
+        return replace(pending, record=worst_of(torch.stack([pending.record, pending.record])))
 
 
 def payloads(groups: int) -> Iterator[StepPayload]:
@@ -190,3 +191,17 @@ def test_a_real_engine_is_never_waited_for(tmp_path: Path, monkeypatch: pytest.M
     health = engine.guard_side.guard.health()
     assert health.ok and health.counters["steps_verified"] > 50
     assert recorder.calls > 50 * health.counters["steps_verified"]
+
+
+def test_the_worst_rank_speaks_for_all() -> None:
+    """A rank that did not check counts more than one that flagged, and that more than a clean one."""
+    clean, flagged = torch.tensor([[[0, 7, -1, -1]]]), torch.tensor([[[2, 8, 1, 0]]])
+    unchecked = torch.full((1, 1, 4), -1)
+    for order in ([clean, flagged], [flagged, clean], [clean, clean, flagged]):
+        assert torch.equal(worst_of(torch.stack(order)), flagged)
+    for order in ([unchecked, flagged], [clean, unchecked], [flagged, unchecked, clean]):
+        assert torch.equal(worst_of(torch.stack(order)), unchecked)
+    # Row by row: each row's record comes from the rank that found most in it.
+    first = torch.cat([clean, flagged], dim=1)
+    second = torch.cat([flagged, clean], dim=1)
+    assert torch.equal(worst_of(torch.stack([first, second])), torch.cat([flagged, flagged], dim=1))
