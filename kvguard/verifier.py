@@ -68,7 +68,8 @@ class PendingVerdicts:
 
         copy = torch.empty(self.record.shape, dtype=self.record.dtype, pin_memory=True)
         copy.copy_(self.record, non_blocking=True)
-        event = torch.cuda.Event()
+        cuda: Any = torch.cuda
+        event = cuda.Event()
         event.record()
         return replace(self, on_host=(copy, event))
 
