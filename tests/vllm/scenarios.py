@@ -43,7 +43,12 @@ class Spec:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What happened. `answers`: per generate call, (finish reason, stop reason, tokens) per request."""
+    """What happened.
+
+    answers   per generate call, (finish reason, stop reason, tokens) per request
+    rejected  how often drafted tokens were rejected
+    ahead     how often the books then took more for computed than vLLM itself
+    """
 
     answers: list[list[list[Any]]]
     armed: bool
@@ -53,6 +58,8 @@ class Outcome:
     workers: list[Any]
     free_blocks: int
     blocks: int
+    rejected: int
+    ahead: int
 
 
 def run_apart(spec: Spec, folder: Path, timeout: float = 300) -> Outcome:
@@ -108,11 +115,32 @@ def describe_worker(worker: Any) -> list[Any]:
     return [True, side._trouble, side._ranks._world if side._ranks is not None else 0]
 
 
+def watch_drafts(engine: Any) -> dict[str, int]:
+    """Compare, after every step, what the books take for computed with what vLLM has accepted; see Outcome."""
+    counts = {"rejected": 0, "ahead": 0}
+    if engine.guard_side is None:
+        return counts
+    scheduler, books, update = engine.scheduler, engine.guard_side.guard._books, engine.scheduler.update_from_output
+
+    def comparing(output: Any, *args: Any, **kwargs: Any) -> Any:
+        before = {request.request_id: request.num_computed_tokens for request in scheduler.running}
+        result = update(output, *args, **kwargs)
+        for request in scheduler.running:
+            counts["rejected"] += request.num_computed_tokens < before.get(request.request_id, 0)
+            state = books.requests.get(request.request_id)
+            counts["ahead"] += state is not None and state.computed > request.num_computed_tokens
+        return result
+
+    scheduler.update_from_output = comparing
+    return counts
+
+
 def execute(spec: Spec) -> Outcome:
     """Run a spec in this process."""
     from kvguard.fault_injection.targets.vllm_engine import VllmEngine, VllmOptions
 
     engine = VllmEngine(VllmOptions(model=Path(spec.model), **spec.options))
+    counts = watch_drafts(engine)
     answers: list[list[list[Any]]] = []
     for place, seed in enumerate(spec.seeds):
         if spec.fault_step and place == len(spec.seeds) - 1:
@@ -129,6 +157,7 @@ def execute(spec: Spec) -> Outcome:
         workers=[list(worker) for worker in engine.llm.collective_rpc(describe_worker)],
         free_blocks=engine.pool.get_num_free_blocks() if engine.pool is not None else -1,
         blocks=engine.pool.num_gpu_blocks if engine.pool is not None else -1,
+        **counts,
     )
 
 

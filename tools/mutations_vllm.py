@@ -1,0 +1,92 @@
+"""Mutations of the vLLM adapter, tried by tests/vllm/test_mutations.py in the environment that has vLLM.
+
+The tests of each are single ones where that will do: every engine start takes seconds.
+"""
+# ruff: noqa: E501 -- a table whose rows are exact text
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.mutations import Mutation
+
+SIDE: Final = "adapters/vllm/scheduler_side.py"
+VERDICTS: Final = "adapters/vllm/verdicts.py"
+WORKER: Final = "adapters/vllm/worker_side.py"
+RANKS: Final = "adapters/vllm/ranks.py"
+
+LIFE: Final = "tests/vllm/test_life.py"
+FAULTS: Final = "tests/vllm/test_guard_faults.py"
+RUNNER: Final = "tests/vllm/test_runner_v1.py"
+SETUPS: Final = "tests/vllm/test_setups.py"
+_SETUP: Final = f"{SETUPS}::test_healthy_traffic_is_unchanged_and_a_fault_has_one_victim"
+_FAULT: Final = f"{RUNNER}::test_a_fault_ends_its_victim_or_is_refused"
+TWINS: Final = f"{LIFE}::test_a_flagged_writer_takes_along_who_shares_its_step[2-async]"
+
+VLLM_MUTATIONS: Final = (
+    Mutation(
+        name="vllm-publications-unrecorded", path=SIDE, tests=(TWINS,),
+        old="                    self._published.setdefault(request.request_id, []).append(entry)\n",
+        new="                    pass\n",
+    ),
+    Mutation(
+        name="vllm-late-loads-not-learnt", path=SIDE,
+        tests=(f"{LIFE}::test_kv_that_a_connector_loads_is_healthy[LateConnector]",),
+        old="            self._catch_up_with_waiting(requests)\n",
+        new="            self._published.clear()\n",
+    ),
+    Mutation(
+        name="vllm-windows-not-dropped", path=SIDE, tests=(f"{_SETUP}[sliding-window]",),
+        old="            if request_id in self._columns:\n                self._shielded(lambda: self.guard.drop",
+        new="            if False:\n                self._shielded(lambda: self.guard.drop",
+    ),
+    Mutation(
+        name="vllm-frees-not-retired", path=SIDE, tests=(f"{_FAULT}[use-after-free-tag-only]",),
+        old="            self._shielded(lambda: self._freed(blocks))\n",
+        new="",
+    ),
+    Mutation(
+        name="vllm-quarantine-not-released", path=SIDE,
+        tests=(f"{LIFE}::test_sleep_wake_and_new_weights_release_the_quarantine",),
+        old="            self._shielded(self._release_quarantine)\n",
+        new="",
+    ),
+    Mutation(
+        name="vllm-drafts-counted", path=SIDE, tests=(f"{_SETUP}[ngram]",),
+        old="        if drafts:\n            # Drafted",
+        new="        if False:\n            # Drafted",
+    ),
+    Mutation(
+        name="vllm-preempted-not-withheld", path=VERDICTS,
+        tests=(f"{LIFE}::test_a_request_preempted_while_its_flagged_step_is_in_flight_emits_nothing",),
+        old="        for name in judgement.withheld - messages.keys():\n",
+        new="        for name in ():\n",
+    ),
+    Mutation(
+        name="vllm-foreign-blocks-freed", path=VERDICTS, tests=(f"{_FAULT}[use-after-free-tag-only]",),
+        old="                    if block.block_id in pages:\n",
+        new="                    if False:\n",
+    ),
+    Mutation(
+        name="vllm-flagged-leaves-when-books-fail", path=VERDICTS,
+        tests=(f"{FAULTS}::test_a_row_flagged_while_the_guard_fails_is_ended_all_the_same",),
+        old="            if flagged[row]:\n",
+        new="            if False:\n",
+    ),
+    Mutation(
+        name="vllm-worker-trouble-swallowed", path=WORKER,
+        tests=(f"{FAULTS}::test_a_guard_that_fails_disarms_and_says_so[attention-backend]",),
+        old="                result._kvguard_trouble = trouble\n",
+        new="                pass\n",
+    ),
+    Mutation(
+        name="vllm-first-rank-speaks-alone", path=RANKS, tests=("tests/vllm/test_no_sync.py::test_the_worst_rank_speaks_for_all",),
+        old="    place = weight.argmax(0)[None",
+        new="    place = (weight * 0).argmax(0)[None",
+    ),
+    Mutation(
+        name="vllm-abort-setting-ignored", path=SIDE, tests=(f"{FAULTS}::test_with_abort_nothing_unproven_leaves[books]",),
+        old='        if not self.guard.armed and self.guard.config.on_guard_error == "abort":\n',
+        new="        if False:\n",
+    ),
+)  # fmt: skip
