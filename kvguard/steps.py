@@ -231,9 +231,7 @@ def _pack(books: Books, pending: PendingStep) -> StepDelta:
     batch = pending.batch
     packed = batch.body
     if packed is None:
-        packed = _gather(books, batch)
-        packed.flags.writeable = False
-        batch.body = packed
+        packed = batch.body = _gather(books, batch)
     suspects = [*pending.suspects, *pending.condemned]
     if suspects and pending.enforce:
         # An expectation that nothing meets makes the kernel neutralise the row in this very step.
@@ -251,6 +249,7 @@ def _pack(books: Books, pending: PendingStep) -> StepDelta:
     end = len(packed)
     if changes:
         packed = np.concatenate((packed, np.array(changes, np.int64)))
+    # Later steps may share it.
     packed.flags.writeable = False
     made_for = batch.sections_of
     if (

@@ -23,6 +23,44 @@ def promise_of(table: PageTable, page: int) -> Promise:
     return Promise(pool="main", page=page, tag=table.tag(page), writer=writer, need_tokens=16)
 
 
+@pytest.mark.parametrize("what", ["held", "promised", "null", "past the pool", "negative"])
+def test_many_allocations_stop_before_a_page_that_needs_a_closer_look(what: str) -> None:
+    """The pages before it are handed out, it and those behind it are as they were."""
+    table = new_table()
+    table.allocate(3, "a")
+    if what == "promised":
+        table.publish(3, "key", promise_of(table, 3), "a")
+        table.release(3, "a")
+    page = {"held": 3, "promised": 3, "null": 0, "past the pool": 8, "negative": -1}[what]
+    before = table.tag(3)
+    table.record(-1)
+    tags = table.allocate_each([1, page, 2], ["b", "c", "d"])
+    assert tags == [table.tag(1)] and table.record(1).holders == {"b"}
+    assert table.tag(3) == before and table.tag(2) == VACANT and table.tag(0) == VACANT
+    assert table.may_be_handed_out([1]) is False and table.may_be_handed_out([2, 4]) is True
+
+
+@pytest.mark.parametrize("what", ["vacant", "never used", "held by another", "shared", "promised", "null"])
+def test_many_retirements_stop_before_a_page_that_needs_a_closer_look(what: str) -> None:
+    """Idle pages and the giver's own before it are vacant, it and those behind it are as they were."""
+    table = new_table()
+    for page, holder in ((1, "a"), (2, "b"), (3, "b" if what == "held by another" else "a"), (4, "a"), (0, "a")):
+        table.allocate(page, holder)
+    table.release(2, "b")
+    table.release(0, "a")
+    if what == "vacant":
+        table.retire(3, None)
+    elif what == "shared":
+        table.adopt(3, "b")
+    elif what == "promised":
+        table.publish(3, "key", promise_of(table, 3), "a")
+    page = {"never used": 7, "null": 0}.get(what, 3)
+    before = table.tag(page)
+    assert table.retire_idle([1, 2, page, 4], "a") == 2
+    assert [table.tag(1), table.tag(2), table.tag(page)] == [VACANT, VACANT, before] and table.tag(4) != VACANT
+    assert table.retire_idle([4], None) == 0 and table.retire_idle([4], "a") == 1
+
+
 def test_a_page_lives_from_vacant_to_vacant() -> None:
     """Vacant, allocated, promised, complete, vacant: each state follows from what happened."""
     table = new_table()
