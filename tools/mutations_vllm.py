@@ -41,7 +41,7 @@ VLLM_MUTATIONS: Final = (
         new="            if False:\n                self._shielded(lambda: self.guard.drop",
     ),
     Mutation(
-        name="vllm-frees-not-retired", path=SIDE, tests=(f"{_FAULT}[use-after-free-tag-only]",),
+        name="vllm-frees-not-retired", path=SIDE, tests=(f"{_FAULT}[tag-only-use-after-free]",),
         old="            self._shielded(lambda: self._freed(blocks))\n",
         new="",
     ),
@@ -63,7 +63,7 @@ VLLM_MUTATIONS: Final = (
         new="        for name in ():\n",
     ),
     Mutation(
-        name="vllm-foreign-blocks-freed", path=VERDICTS, tests=(f"{_FAULT}[use-after-free-tag-only]",),
+        name="vllm-foreign-blocks-freed", path=VERDICTS, tests=(f"{_FAULT}[tag-only-use-after-free]",),
         old="                    if block.block_id in pages:\n",
         new="                    if False:\n",
     ),
