@@ -104,11 +104,12 @@ class VllmEngine:
         with _Asynchronous(options.asynchronous):
             self.llm = LLM(str(options.model), **arguments)
         self.llm_engine: Any = self.llm.llm_engine
-        self.core: Any = self.llm_engine.engine_core.engine_core
-        self.scheduler: Any = self.core.scheduler
-        worker = getattr(self.core.model_executor, "driver_worker", None)
+        # None where the engine core has a process of its own, as `runner` is where workers have.
+        self.core: Any = getattr(self.llm_engine.engine_core, "engine_core", None)
+        self.scheduler: Any = getattr(self.core, "scheduler", None)
+        worker = getattr(getattr(self.core, "model_executor", None), "driver_worker", None)
         self.runner: Any = worker.worker.model_runner if worker is not None else None
-        self.pool: Any = self.scheduler.kv_cache_manager.block_pool
+        self.pool: Any = self.scheduler.kv_cache_manager.block_pool if self.scheduler is not None else None
 
     def generate(self, prompts: Sequence[Sequence[int]], tokens: Sequence[int]) -> list[Answer]:
         """Greedy answers, in the order of the prompts."""
@@ -121,7 +122,7 @@ class VllmEngine:
         return [
             Answer(
                 finish_reason=output.outputs[0].finish_reason,
-                stop_reason=output.outputs[0].stop_reason,  # type: ignore[arg-type]
+                stop_reason=output.outputs[0].stop_reason,
                 token_ids=tuple(output.outputs[0].token_ids),
             )
             for output in self.llm.generate(inputs, parameters, use_tqdm=False)
@@ -155,10 +156,10 @@ class _Asynchronous:
             update(platform, config)
             config.scheduler_config.async_scheduling = True
 
-        CpuPlatform.check_and_update_config = classmethod(keeping_asynchronous)  # type: ignore[method-assign]
+        CpuPlatform.check_and_update_config = classmethod(keeping_asynchronous)
 
     def __exit__(self, *error: object) -> None:
         if self._wanted:
             from vllm.platforms.cpu import CpuPlatform
 
-            CpuPlatform.check_and_update_config = self._original  # type: ignore[method-assign]
+            CpuPlatform.check_and_update_config = self._original
