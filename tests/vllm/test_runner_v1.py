@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 from kvguard.adapters.vllm.plugin import ATTACHED, register
 from kvguard.fault_injection.targets.vllm_engine import Answer, VllmEngine, VllmOptions
 from kvguard.guard import Guard
-from tests.vllm.tiny import traffic, write_checkpoint
+from tests.vllm.tiny import traffic, unguarded, write_checkpoint
 
 FAULT_STEP = 25
 
@@ -21,24 +22,47 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_checkpoint(tmp_path_factory.mktemp("tiny-llama"))
 
 
+def own_functions() -> list[Any]:
+    """What kvguard could touch of vLLM's classes: every function of theirs, the constructors included."""
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SlidingWindowManager
+    from vllm.v1.engine.output_processor import OutputProcessor, RequestState
+    from vllm.v1.worker.gpu.model_runner import GPUModelRunner as RunnerV2
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner as RunnerV1
+
+    owners = (
+        Scheduler, KVCacheManager, BlockPool, FullAttentionManager, SlidingWindowManager, RunnerV1, RunnerV2,
+        OutputProcessor, RequestState,
+    )  # fmt: skip
+    return [(owner, name, value) for owner in owners for name, value in vars(owner).items() if callable(value)]
+
+
 @pytest.fixture(scope="module")
 def golden(checkpoint: Path) -> dict[int, list[Answer]]:
-    """Answers of an unguarded engine. Built first, and checked to be unguarded."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.delenv("KVGUARD_LEVEL", raising=False)
-        patch.delenv("KVGUARD_CONFIG", raising=False)
-        from vllm.v1.core.sched.scheduler import Scheduler
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
-
-        before = (Scheduler.__init__, Scheduler.schedule, GPUModelRunner.__init__, GPUModelRunner._prepare_inputs)
+    """Answers of an engine for which the plug-in was loaded with nothing set, and once more at `off`."""
+    with unguarded(), pytest.MonkeyPatch.context() as patch:
+        before = own_functions()
+        importers = list(sys.meta_path)
         register()
         patch.setenv("KVGUARD_LEVEL", "off")
         register()
-        after = (Scheduler.__init__, Scheduler.schedule, GPUModelRunner.__init__, GPUModelRunner._prepare_inputs)
-        assert before == after
+        after = own_functions()
+        assert len(before) == len(after) > 300
+        for (owner, name, value), (_, _, now) in zip(before, after, strict=True):
+            assert value is now, f"{owner.__name__}.{name}"
+        assert sys.meta_path == importers
         engine = VllmEngine(VllmOptions(model=checkpoint))
+        for part in (engine.scheduler, engine.scheduler.kv_cache_manager, engine.pool, engine.runner):
+            assert not any(callable(value) and "guarded" in repr(value) for value in vars(part).values())
         assert getattr(engine.scheduler, ATTACHED, None) is None
         return {seed: engine.generate(*traffic(seed)) for seed in (1, 2)}
+
+
+def test_off_and_unset_leave_vllms_functions_as_they_are(golden: dict[int, list[Answer]]) -> None:
+    """The identity of every function, compared by the fixture before any engine is guarded here."""
+    assert golden
 
 
 @pytest.fixture(params=[True, False], ids=["all-proofs", "tag-only"])
