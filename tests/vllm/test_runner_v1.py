@@ -49,7 +49,7 @@ def golden(checkpoint: Path) -> dict[int, list[Answer]]:
         patch.setenv("KVGUARD_LEVEL", "off")
         register()
         after = own_functions()
-        assert len(before) == len(after) > 300
+        assert len(before) == len(after) > 250
         for (owner, name, value), (_, _, now) in zip(before, after, strict=True):
             assert value is now, f"{owner.__name__}.{name}"
         assert sys.meta_path == importers
