@@ -144,11 +144,15 @@ class WatchedRun:
                 if step > self._judged and writer != client_name(request_id):
                     run.promised_adoptions.append((step, client_name(request_id), writer))
                     run.counts.promised_hits += 1
-        if run.injection is not None and run.live_step < 0:
+        if run.injection is None:
+            return
+        if run.live_step < 0:
             scheduled = frozenset(client_name(name) for name in output.num_scheduled_tokens)
             if run.injection.live_when(scheduled):
                 run.live_step = self._step
-                run.affected = run.injection.affected()
+        if run.live_step > self._judged:
+            # Until the verdict on the live step is back, others may walk into the same fault.
+            run.affected |= run.injection.affected()
 
     def _note_detection(self, step: int) -> None:
         if self._guard is not None and self.run.detected_step < 0 and self._guard.violations:
