@@ -1,11 +1,15 @@
 """What kvguard adds to a step of a real vLLM engine on the host, in microseconds, the kernels themselves excluded.
 
-    .venv-vllm/bin/python bench/vllm_step_cost.py [--json] [--steps 200] [--block-size 32]
+    .venv-vllm/bin/python bench/vllm_step_cost.py [--json] [--steps 400] [--block-size 32] [--forward]
 
 An engine runs in this process with 32 decode requests. Around each of vLLM's own functions that kvguard wraps stands
 one clock, around kvguard's wrapper another; the difference is what kvguard added, the clocks' own calls included (some
 0.2 us for each wrapped call). The worker's part excludes `verify_pages` and `scatter_tags`, which are the
 column `kernels`.
+
+The forward and the sampling are left out unless `--forward` is given: on a GPU they run elsewhere, while here they run
+on the very core that keeps the books and leave it with cold caches. All else of the step is vLLM's own: scheduling,
+the update of the worker's batch, the preparation of its inputs, the update from the output.
 
 steady    no request takes a page in the step
 natural   two of the requests do, what a page of 16 tokens gives on average
@@ -38,7 +42,8 @@ clock = time.perf_counter_ns
 class Clocks:
     """Nanoseconds per part since the last step; a finished step goes to `steps` with its page crossings."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, forward: bool) -> None:
+        self.forward = forward
         self.spent: defaultdict[str, int] = defaultdict(int)
         self.steps: list[tuple[int, dict[str, int]]] = []
         self.crossings = 0
@@ -129,6 +134,8 @@ def _instrument_worker(clocks: Clocks, owner: Any, names: tuple[str, ...]) -> No
     build_worker_side = owner.__init__
 
     def worker_built(side: Any, runner: Any) -> None:
+        if not clocks.forward:
+            without_forward(runner)
         clocks.attach(runner, "worker", names, lambda: build_worker_side(side, runner))
 
     owner.__init__ = worker_built
@@ -148,6 +155,29 @@ def summary(samples: list[dict[str, int]]) -> dict[str, Any]:
         "min_us": round(totals[0], 1),
     }
     return row
+
+
+def without_forward(runner: Any) -> None:
+    """The runner prepares a step as ever, and answers one token for every request."""
+    import numpy as np
+    from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+
+    names: list[str] = []
+
+    def execute_model(output: Any, *rest: Any, **options: Any) -> Any:
+        runner._update_states(output)
+        if not output.total_num_scheduled_tokens:
+            return EMPTY_MODEL_RUNNER_OUTPUT
+        names[:] = runner.input_batch.req_ids
+        scheduled = np.array([output.num_scheduled_tokens[name] for name in names], np.int32)
+        runner._prepare_inputs(output, scheduled)
+        return None
+
+    def sample_tokens(*rest: Any, **options: Any) -> Any:
+        places = {name: place for place, name in enumerate(names)}
+        return ModelRunnerOutput(req_ids=[*names], req_id_to_index=places, sampled_token_ids=[[5] for _ in names])
+
+    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
 
 def measure(engine: Any, clocks: Clocks, context: int, steps: int, block_size: int) -> list[dict[str, Any]]:
@@ -171,7 +201,8 @@ def main() -> None:
     """Print a table, or JSON."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--forward", action="store_true", help="run the model too, on the same cores")
     parser.add_argument("--block-size", type=int, default=32)
     arguments = parser.parse_args()
     os.environ["KVGUARD_LEVEL"] = "tags"
@@ -181,7 +212,7 @@ def main() -> None:
     structlog.configure(logger_factory=lambda *args: structlog.testing.ReturnLogger())
     from tests.vllm.tiny import TinyEngine, write_checkpoint
 
-    clocks = Clocks()
+    clocks = Clocks(forward=arguments.forward)
     longest = max(CONTEXTS) + arguments.steps + 64
     with tempfile.TemporaryDirectory(prefix="kvguard-bench-") as folder:
         os.environ["VLLM_PLUGINS"] = ""
