@@ -293,7 +293,7 @@ def _slice(packed: Any, span: tuple[int, int]) -> Any:
 def _to_numpy(array: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
     if isinstance(array, np.ndarray):
         return array
-    host: np.ndarray[Any, np.dtype[np.int64]] = array.cpu().numpy()
+    host: np.ndarray[Any, np.dtype[np.int64]] = (array if array.device.type == "cpu" else array.cpu()).numpy()
     return host
 
 

@@ -11,10 +11,9 @@ guard; a block belongs to the group of the request that took it, from then until
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from functools import partial
 from operator import ne
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvguard.adapters.vllm.verdicts import VerdictHandler
 from kvguard.config import GuardConfig
@@ -24,8 +23,7 @@ from kvguard.pools import GuardSetup, PoolSpec
 from kvguard.violation import Proof
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepPayload:
+class StepPayload(NamedTuple):
     """What rides on a SchedulerOutput: the delta and, with the first step, what a worker needs for its Verifier."""
 
     setup: GuardSetup | None
@@ -199,24 +197,34 @@ class SchedulerSide:
     def _wrap_scheduler(self, scheduler: Any) -> None:
         schedule, update = scheduler.schedule, scheduler.update_from_output
 
+        # These two run in every step: no closures, no second call where one will do.
+        guard, verdicts = self.guard, self._verdicts
+
         def guarded_schedule(*args: Any, **kwargs: Any) -> Any:
-            self._require_armed()
-            output = schedule(*args, **kwargs)
-            if output.num_scheduled_tokens:
-                output._kvguard = self._shielded(lambda: self._payload(output))
+            if not guard.armed:
                 self._require_armed()
+            output = schedule(*args, **kwargs)
+            if guard.armed and output.num_scheduled_tokens:
+                try:
+                    output._kvguard = self._payload(output)
+                except GuardHalt:
+                    raise
+                except Exception as error:
+                    guard.fault(error)
+                    self._require_armed()
             return output
 
         def guarded_update(output: Any, model_output: Any, *args: Any, **kwargs: Any) -> Any:
             payload = getattr(output, "_kvguard", None)
-            ended: list[tuple[Any, str]] = []
-            if payload is not None:
-                ended = self._shielded(lambda: self._verdicts.act(payload.delta, model_output)) or []
-                if not self.guard.armed:
-                    self._require_armed()
-                    ended += self._verdicts.flagged_without_books(payload.delta, model_output)
+            if payload is None:
+                return update(output, model_output, *args, **kwargs)
+            ended = self._shielded(partial(verdicts.act, payload.delta, model_output)) or []
+            if not guard.armed:
+                self._require_armed()
+                ended += verdicts.flagged_without_books(payload.delta, model_output)
             result = update(output, model_output, *args, **kwargs)
-            self._verdicts.tell_clients(result, ended)
+            if ended:
+                verdicts.tell_clients(result, ended)
             return result
 
         scheduler.schedule, scheduler.update_from_output = guarded_schedule, guarded_update
@@ -312,7 +320,7 @@ class SchedulerSide:
         requests = self._scheduler.requests
         drafts = output.scheduled_spec_decode_tokens
         names = list(output.num_scheduled_tokens)
-        counts = [[len(blocks.get(name, ())) for name in names] for blocks in self._blocks_of]
+        counts = [[len(blocks[name]) for name in names] for blocks in self._blocks_of]
         if self._published or counts != self._counts or names != self._in_step:
             self._catch_up_with_step(names, counts)
         ends = [requests[name].num_computed_tokens for name in names]

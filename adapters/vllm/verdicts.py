@@ -29,6 +29,8 @@ class VerdictHandler:
             raise UncheckedStep(f"the worker could not check step {delta.step}: {trouble}")
         verdicts = getattr(model_output, "_kvguard", None)
         judgement = self._guard.judge(verdicts or Verdicts(step=delta.step, records=None))
+        if judgement.clean and not judgement.evict:
+            return []
         if judgement.halt:
             raise GuardHalt(judgement.violations[0])
         messages = {abort.request: abort.violation.message for abort in judgement.aborts}

@@ -75,19 +75,22 @@ class WorkerSide:
             self._setup, self._verifier, self._trouble = payload.setup, None, ""
         pending = None
         if not self._trouble:
-            pending = self._shielded(lambda: self._check(payload, place_of, tables, slots, query_start))
+            try:
+                pending = self._check(payload, place_of, tables, slots, query_start)
+            except Exception as error:
+                self._fail(error)
         if self._setup is not None and self._setup.check:
-            # Launched on every rank in every step: one whose guard failed must not leave the others waiting.
-            pending = self._shielded(lambda: self._combined(pending, payload))
+            try:
+                # Launched on every rank in every step: one whose guard failed must not leave the others waiting.
+                pending = self._combined(pending, payload)
+            except Exception as error:
+                pending = None
+                self._fail(error)
         self._pending = pending
 
-    def _shielded(self, call: Callable[[], PendingVerdicts | None]) -> PendingVerdicts | None:
-        try:
-            return call()
-        except Exception as error:
-            self._trouble = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
-            emit("guard_fault", severity="critical", where="worker", error=self._trouble)
-            return None
+    def _fail(self, error: Exception) -> None:
+        self._trouble = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
+        emit("guard_fault", severity="critical", where="worker", error=self._trouble)
 
     def _combined(self, pending: PendingVerdicts | None, payload: StepPayload) -> PendingVerdicts | None:
         if self._ranks is None:
