@@ -210,21 +210,23 @@ def main() -> None:
     import structlog.testing
 
     structlog.configure(logger_factory=lambda *args: structlog.testing.ReturnLogger())
-    from tests.vllm.tiny import TinyEngine, write_checkpoint
+    from kvguard.fault_injection.targets.vllm_engine import VllmEngine, VllmOptions
+    from tests.vllm.tiny import write_checkpoint
 
     clocks = Clocks(forward=arguments.forward)
     longest = max(CONTEXTS) + arguments.steps + 64
     with tempfile.TemporaryDirectory(prefix="kvguard-bench-") as folder:
         os.environ["VLLM_PLUGINS"] = ""
         instrument(clocks)
-        engine = TinyEngine(
-            write_checkpoint(Path(folder) / "model"),
-            max_model_len=longest,
-            max_num_seqs=BATCH,
-            max_num_batched_tokens=4096,
-            block_size=arguments.block_size,
-            num_gpu_blocks_override=BATCH * (longest // arguments.block_size + 2) + 1,
-            async_scheduling=False,
+        engine = VllmEngine(
+            VllmOptions(
+                model=write_checkpoint(Path(folder) / "model"),
+                max_model_len=longest,
+                max_num_seqs=BATCH,
+                max_num_batched_tokens=4096,
+                block_size=arguments.block_size,
+                num_blocks=BATCH * (longest // arguments.block_size + 2) + 1,
+            )
         )
         results = [
             row

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvguard.fault_injection.targets.vllm_engine import ENVIRONMENT
 from tests.vllm.server_fault import ORDER_VARIABLE, install
-from tests.vllm.tiny import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 240.0

@@ -1,4 +1,4 @@
-"""A tiny random Llama checkpoint whose greedy tokens vary, and one in-process vLLM engine over it."""
+"""Tiny random checkpoints whose greedy tokens vary, traffic for them, and how to run vLLM without the guard."""
 
 from __future__ import annotations
 
@@ -6,23 +6,12 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvguard.adapters.vllm.plugin import ATTACHED
-
-ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "HF_HUB_OFFLINE": "1",
-    "OMP_NUM_THREADS": "1",
-}
-
 
 ARCHITECTURES = ("llama", "mistral", "gemma3")
 """Full attention; a sliding window of 64 tokens in every layer; both kinds of layers in turn (a hybrid model)."""
@@ -63,58 +52,6 @@ def write_checkpoint(folder: Path, seed: int = 0, architecture: str = "llama") -
         model.model.embed_tokens.weight.normal_(0, 1.0)
     model.save_pretrained(folder)
     return folder
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """What a client of the library sees."""
-
-    finish_reason: str
-    stop_reason: str | None
-    token_ids: tuple[int, ...]
-
-
-class TinyEngine:
-    """A vLLM LLM in this process; `scheduler` and `runner` are its own objects."""
-
-    def __init__(self, folder: Path, **options: Any) -> None:
-        os.environ.update(ENVIRONMENT)
-        from vllm import LLM
-
-        settings: dict[str, Any] = {
-            "skip_tokenizer_init": True,
-            "max_model_len": 384,
-            "enforce_eager": True,
-            "seed": 0,
-            "num_gpu_blocks_override": 40,
-            "block_size": 32,
-            "dtype": "float32",
-            "max_num_seqs": 8,
-            **options,
-        }
-        self._llm = LLM(str(folder), **settings)
-        self.llm_engine = self._llm.llm_engine
-        core = self.llm_engine.engine_core.engine_core
-        self.scheduler = core.scheduler
-        self.runner = core.model_executor.driver_worker.worker.model_runner
-        self.pool = self.scheduler.kv_cache_manager.block_pool
-
-    def generate(self, prompts: list[list[int]], tokens: list[int]) -> list[Answer]:
-        """Greedy answers, in the order of the prompts."""
-        from vllm import SamplingParams
-
-        parameters = [
-            SamplingParams(max_tokens=count, temperature=0, ignore_eos=True, detokenize=False) for count in tokens
-        ]
-        outputs = self._llm.generate([{"prompt_token_ids": p} for p in prompts], parameters, use_tqdm=False)
-        return [
-            Answer(
-                finish_reason=output.outputs[0].finish_reason,
-                stop_reason=output.outputs[0].stop_reason,
-                token_ids=tuple(output.outputs[0].token_ids),
-            )
-            for output in outputs
-        ]
 
 
 @contextmanager

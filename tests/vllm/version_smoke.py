@@ -13,13 +13,14 @@ from typing import Any
 
 from kvguard.adapters.vllm import frontend
 from kvguard.adapters.vllm.plugin import ATTACHED, register, when_imported
-from tests.vllm.tiny import ENVIRONMENT, Answer, TinyEngine, traffic
+from kvguard.fault_injection.targets.vllm_engine import ENVIRONMENT, Answer, VllmEngine, VllmOptions
+from tests.vllm.tiny import traffic
 
 FAULT_STEP = 25
 VICTIM, OTHER = 2, 4  # places in the traffic
 
 
-def break_row(engine: TinyEngine) -> None:
+def break_row(engine: VllmEngine) -> None:
     """Before step FAULT_STEP the victim's table row names another request's first two blocks."""
     schedule, steps = engine.scheduler.schedule, 0
 
@@ -60,12 +61,12 @@ def main() -> None:
     import vllm
 
     checkpoint = Path(sys.argv[1])
-    plain_engine = TinyEngine(checkpoint)
+    plain_engine = VllmEngine(VllmOptions(model=checkpoint))
     assert getattr(plain_engine.scheduler, ATTACHED, None) is None
     plain = [plain_engine.generate(*traffic(seed)) for seed in (1, 2)]
     os.environ["KVGUARD_LEVEL"] = "tags"
     register()
-    engine = TinyEngine(checkpoint)
+    engine = VllmEngine(VllmOptions(model=checkpoint))
     guard = engine.scheduler._kvguard_attached.guard
     clean = [engine.generate(*traffic(seed)) for seed in (1, 2)]
     clean_counts = guard.health().counters
