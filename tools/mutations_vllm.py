@@ -31,7 +31,7 @@ VLLM_MUTATIONS: Final = (
     ),
     Mutation(
         name="vllm-late-loads-not-learnt", path=SIDE,
-        tests=(f"{LIFE}::test_kv_that_a_connector_loads_is_healthy[LateConnector]",),
+        tests=(f"{LIFE}::test_kv_that_a_connector_loads_is_healthy[LateConnector-full]",),
         old="            self._catch_up_with_waiting(requests)\n",
         new="            self._published.clear()\n",
     ),
@@ -41,13 +41,12 @@ VLLM_MUTATIONS: Final = (
         new="            if False:\n                self._shielded(lambda: self.guard.drop",
     ),
     Mutation(
-        name="vllm-frees-not-retired", path=SIDE, tests=(f"{_FAULT}[tag-only-use-after-free]",),
+        name="vllm-frees-not-retired", path=SIDE, tests=(f"{_FAULT}[tag-only-freed-not-reused]",),
         old="            self._shielded(lambda: self._freed(blocks))\n",
         new="",
     ),
     Mutation(
-        name="vllm-quarantine-not-released", path=SIDE,
-        tests=(f"{LIFE}::test_sleep_wake_and_new_weights_release_the_quarantine",),
+        name="vllm-quarantine-not-released", path=SIDE, tests=(f"{_FAULT}[tag-only-double-allocation]",),
         old="            self._shielded(self._release_quarantine)\n",
         new="",
     ),

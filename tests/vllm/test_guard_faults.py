@@ -81,7 +81,9 @@ def test_a_guard_that_fails_disarms_and_says_so(
         assert engine.generate(*traffic(1)) == golden
     health = engine.guard_side.guard.health()
     assert not health.armed and not health.ok and health.counters["guard_faults"] == 1
-    said = [entry for entry in logs if entry["event"] == "guard_fault" and entry["log_level"] == "critical"]
+    # The books say it too, wherever it happened: a worker's log may lie on another machine.
+    said = [entry for entry in logs if entry["event"] == "guard_fault" and "where" not in entry]
+    assert all(entry["log_level"] == "critical" for entry in said)
     wanted = "CPU_ATTN is not covered" if place == "attention-backend" else "made to fail"
     assert any(wanted in str(entry.get("error")) for entry in said), said
     assert engine.scheduler.reset_prefix_cache()

@@ -180,13 +180,33 @@ def test_sleep_wake_and_new_weights_release_the_quarantine(
     assert guard.health().ok
 
 
-@pytest.mark.parametrize("connector", ["ExampleConnector", "LateConnector"])
+def refuse_once_loaded(engine: VllmEngine) -> None:
+    """As if the pool were full: each request is refused blocks once, when its KV has been loaded."""
+    manager = engine.scheduler.kv_cache_manager
+    allocate, refused = manager.allocate_slots, set()
+
+    def refusing(request: Any, *args: Any, **kwargs: Any) -> Any:
+        holds = manager.coordinator.single_type_managers[0].req_to_blocks.get(request.request_id)
+        if holds and request.request_id not in refused and request.num_output_tokens == 0:
+            refused.add(request.request_id)
+            return None
+        return allocate(request, *args, **kwargs)
+
+    manager.allocate_slots = refusing
+
+
+@pytest.mark.parametrize(
+    ("connector", "full"),
+    [("ExampleConnector", False), ("LateConnector", False), ("LateConnector", True)],
+    ids=["ExampleConnector", "LateConnector", "LateConnector-full"],
+)
 def test_kv_that_a_connector_loads_is_healthy(
-    connector: str, start: Callable[..., VllmEngine], golden: dict[int, list[Answer]], tmp_path: Path
+    connector: str, full: bool, start: Callable[..., VllmEngine], golden: dict[int, list[Answer]], tmp_path: Path
 ) -> None:
     """Prefill in one engine, decode in another: blocks are filled by the connector, not by a step of theirs.
 
-    The late one loads while its requests wait, and their blocks are published when no step of theirs has run.
+    The late one loads while its requests wait, and their blocks are published when no step of theirs has run; where
+    the pool is full just then, they are not even scheduled in that step, and others may take the blocks before them.
     """
 
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
@@ -218,6 +238,8 @@ def test_kv_that_a_connector_loads_is_healthy(
         return result
 
     consumer.scheduler.connector.get_num_new_matched_tokens = counted
+    if full:
+        refuse_once_loaded(consumer)
     assert consumer.generate(*traffic(1)) == golden[1]
     assert sum(loaded) > 64, "the second engine took KV from the first"
     # Once more: what was published when it arrived is adopted now.

@@ -120,6 +120,15 @@ def free_under_user(engine: VllmEngine) -> None:
     engine.pool.free_blocks([block])
 
 
+def free_without_reuse(engine: VllmEngine) -> None:
+    block = victim_block(engine)
+    free_under_user(engine)
+    if block.ref_cnt == 0:
+        # Behind all the others: nobody takes it while the victim runs.
+        engine.pool.free_block_queue.remove(block)
+        engine.pool.free_block_queue.append(block)
+
+
 def list_twice(engine: VllmEngine) -> None:
     block = victim_block(engine)
     engine.pool._maybe_evict_cached_block(block)
@@ -141,6 +150,7 @@ def out_of_range_entry(engine: VllmEngine) -> None:
 
 FAULTS = {
     "use-after-free": (free_under_user, True),
+    "freed-not-reused": (free_without_reuse, True),
     "double-allocation": (list_twice, True),
     "stale-row": (foreign_row, False),
     "null-entry": (null_entry, False),
