@@ -25,7 +25,7 @@ class Injection:
     live_when    given the requests of a step about to run, whether its forward reads or writes the bad page
     affected     asked when the fault goes live: the requests that must not emit anything from then on
     description  one line for the report
-    cache_key    the cache key that was pointed elsewhere, if any
+    cache_key    the cache key that was pointed elsewhere, if any; until that is noticed, others may follow it too
     """
 
     victims: tuple[str, ...]

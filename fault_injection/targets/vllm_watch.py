@@ -150,8 +150,10 @@ class WatchedRun:
             scheduled = frozenset(client_name(name) for name in output.num_scheduled_tokens)
             if run.injection.live_when(scheduled):
                 run.live_step = self._step
-        if run.live_step > self._judged:
-            # Until the verdict on the live step is back, others may walk into the same fault.
+                run.affected = run.injection.affected()
+        elif run.live_step > self._judged and run.injection.cache_key is not None:
+            # Until the verdict on the live step is back, others may follow the same stale entry. A page that was handed
+            # out anew is another matter: who takes it from the cache then takes what its new owner wrote.
             run.affected |= run.injection.affected()
 
     def _note_detection(self, step: int) -> None:
