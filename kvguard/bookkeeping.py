@@ -63,6 +63,10 @@ class BookKeeping(PageHandover):
         state.stalled = False
         books.rows.begin(state)
 
+    def scheduled_tokens(self, request: str) -> int:
+        """Tokens of the request whose KV is written once the steps in flight have run; 0 before its first step."""
+        return self._books.scheduled_tokens(self._books.state(request))
+
     def rewind(self, request: str, tokens: int) -> None:
         """Only the first `tokens` tokens are confirmed: speculation was rejected. Pages stay in the ledger.
 

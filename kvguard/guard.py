@@ -152,6 +152,10 @@ class Guard(BookKeeping):
                         other.suspects.setdefault(place, (Kind.WRITER_NEVER_RAN, detail))
         return [state.id for state in pending.states]
 
+    def change_thread(self) -> None:
+        """The calling thread is the engine's from now on; for engines that never let two in at once themselves."""
+        self._thread = None
+
     def _check_thread(self) -> None:
         thread = threading.get_ident()
         if self._thread is None:

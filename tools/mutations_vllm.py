@@ -11,6 +11,7 @@ from typing import Final
 from tools.mutations import Mutation
 
 SIDE: Final = "adapters/vllm/scheduler_side.py"
+BOOKS: Final = "adapters/vllm/block_books.py"
 VERDICTS: Final = "adapters/vllm/verdicts.py"
 WORKER: Final = "adapters/vllm/worker_side.py"
 RANKS: Final = "adapters/vllm/ranks.py"
@@ -25,12 +26,12 @@ TWINS: Final = f"{LIFE}::test_a_flagged_writer_takes_along_who_shares_its_step[2
 
 VLLM_MUTATIONS: Final = (
     Mutation(
-        name="vllm-publications-unrecorded", path=SIDE, tests=(TWINS,),
-        old="                    self._published.setdefault(request.request_id, []).append(entry)\n",
-        new="                    pass\n",
+        name="vllm-publications-unrecorded", path=BOOKS, tests=(TWINS,),
+        old="        self._published.setdefault(request, []).append(entry)\n",
+        new="        pass\n",
     ),
     Mutation(
-        name="vllm-late-loads-not-learnt", path=SIDE,
+        name="vllm-late-loads-not-learnt", path=BOOKS,
         tests=(f"{LIFE}::test_kv_that_a_connector_loads_is_healthy[LateConnector-full]",),
         old="            self._catch_up_with_waiting(requests)\n",
         new="            self._published.clear()\n",
@@ -51,7 +52,7 @@ VLLM_MUTATIONS: Final = (
         new="",
     ),
     Mutation(
-        name="vllm-drafts-counted", path=SIDE, tests=(f"{_SETUP}[ngram]",),
+        name="vllm-drafts-counted", path=BOOKS, tests=(f"{_SETUP}[ngram]",),
         old="        if drafts:\n            # Drafted",
         new="        if False:\n            # Drafted",
     ),
@@ -87,5 +88,16 @@ VLLM_MUTATIONS: Final = (
         name="vllm-abort-setting-ignored", path=SIDE, tests=(f"{FAULTS}::test_with_abort_nothing_unproven_leaves[books]",),
         old='        if not self.guard.armed and self.guard.config.on_guard_error == "abort":\n',
         new="        if False:\n",
+    ),
+    Mutation(
+        name="vllm-last-publication-forgotten", path=BOOKS, tests=(f"{LIFE}::test_the_next_turn_of_a_talk_is_healthy",),
+        old="        if name in self._published:\n",
+        new="        if False:\n",
+    ),
+    Mutation(
+        name="vllm-recomputed-blocks-unpublished", path=SIDE,
+        tests=(f"{LIFE}::test_blocks_that_a_connector_failed_to_load_are_computed_again",),
+        old="                if blocks[column].block_hash is not None:\n",
+        new="                if False:\n",
     ),
 )  # fmt: skip

@@ -137,6 +137,8 @@ def check_configuration(config: Any) -> None:
     for name in (f"{kind}_parallel_size" for kind in PARALLEL_KINDS):
         if getattr(parallel, name, 1) > 1:
             raise _refuse(f"{name} = {getattr(parallel, name)} is not covered")
+    if getattr(getattr(config, "model_config", None), "disable_cascade_attn", True) is False:
+        raise _refuse("cascade attention is not covered: all rows read their common prefix through one row's table")
     speculation = getattr(config, "speculative_config", None)
     method = getattr(speculation, "method", None)
     if speculation is not None and method not in COVERED_SPECULATION:

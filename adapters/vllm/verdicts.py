@@ -62,8 +62,9 @@ class VerdictHandler:
             return []
         flagged = (verdicts.records[:, :, FLAGS] > 0).any(axis=0)
         messages = {}
+        requests = self._scheduler.requests
         for row, name in enumerate(delta.requests):
-            if flagged[row]:
+            if flagged[row] and name in requests and not requests[name].is_finished():
                 messages[name] = self._guard.found_too_late(name, delta.step, row).message
         return self._end(messages)
 

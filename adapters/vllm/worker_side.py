@@ -11,9 +11,9 @@ from dataclasses import replace
 from operator import is_not
 from typing import Any
 
+from kvguard.adapters.vllm.block_books import StepPayload
 from kvguard.adapters.vllm.layout import Unsupported, check_backends, describe_tables_v1, describe_tables_v2
 from kvguard.adapters.vllm.ranks import RankVerdicts
-from kvguard.adapters.vllm.scheduler_side import StepPayload
 from kvguard.pools import GuardSetup
 from kvguard.telemetry import emit
 from kvguard.verifier import PendingVerdicts, PoolInputs, Verifier
@@ -44,7 +44,7 @@ class WorkerSide:
             self._pending = None
             result = original(scheduler_output, *args, **kwargs)
             # Pooling models of runner V1 answer here; generating ones answer None and sample later.
-            if self._pending is not None and hasattr(result, "req_ids"):
+            if self._pending is not None and (hasattr(result, "req_ids") or hasattr(result, "get_output")):
                 return self._deliver(result)
             return result
 
@@ -170,29 +170,33 @@ class WorkerSideV1(WorkerSide):
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
+        self._starts: dict[int, tuple[Any, Any]] = {}
         prepare = runner._prepare_inputs
-        starts: dict[int, tuple[Any, Any]] = {}
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
             result = prepare(*args, **kwargs)
-            batch = runner.input_batch
-            tables = batch.block_table.block_tables
-            self._verify(
-                batch.req_id_to_index,
-                [table.block_table.gpu for table in tables],
-                [table.slot_mapping.gpu for table in tables],
-                first_of(runner.query_start_loc.gpu, batch.num_reqs + 1),
-            )
+            self.verify_prepared()
             return result
 
-        def first_of(buffer: Any, count: int) -> Any:
-            """The same view of the runner's own buffer for the same number of requests."""
-            kept = starts.get(count)
-            if kept is None or kept[0] is not buffer:
-                kept = starts[count] = (buffer, buffer[:count])
-            return kept[1]
-
         runner._prepare_inputs = guarded
+
+    def verify_prepared(self) -> None:
+        """Check the step for which the runner has just prepared its inputs."""
+        batch = self._runner.input_batch
+        tables = batch.block_table.block_tables
+        self._verify(
+            batch.req_id_to_index,
+            [table.block_table.gpu for table in tables],
+            [table.slot_mapping.gpu for table in tables],
+            self._first_of(self._runner.query_start_loc.gpu, batch.num_reqs + 1),
+        )
+
+    def _first_of(self, buffer: Any, count: int) -> Any:
+        """The same view of the runner's own buffer for the same number of requests."""
+        kept = self._starts.get(count)
+        if kept is None or kept[0] is not buffer:
+            kept = self._starts[count] = (buffer, buffer[:count])
+        return kept[1]
 
     def _block_sizes(self) -> list[int]:
         return describe_tables_v1(self._runner)

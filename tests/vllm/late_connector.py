@@ -63,3 +63,24 @@ class LateConnector(ExampleConnector):  # type: ignore[misc]
                 continue
             filename = self._generate_filename_debug(name, load.token_ids, load.mm_hashes)
             layer.kv_cache[blocks, :, offsets] = safetensors.torch.load_file(filename)["kv_cache"]
+
+
+class FailingConnector(ExampleConnector):  # type: ignore[misc]
+    """Loads at once, and reports the last loaded block of one request as invalid while `failing` is set."""
+
+    failing = False
+
+    def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._invalid: set[int] = set()
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        super().start_load_kv(forward_context, **kwargs)
+        for load in self._get_connector_metadata().requests:
+            if not load.is_store and type(self).failing:
+                type(self).failing = False
+                self._invalid.add(int(load.slot_mapping[self._block_size] // self._block_size))
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        invalid, self._invalid = self._invalid, set()
+        return invalid

@@ -13,6 +13,7 @@ import structlog.testing
 from kvguard.adapters.vllm import layout
 from kvguard.adapters.vllm.plugin import ATTACHED, register
 from kvguard.adapters.vllm.scheduler_side import GuardFault, SchedulerSide
+from kvguard.adapters.vllm.worker_side import WorkerSide
 from kvguard.fault_injection.targets.vllm_engine import Answer, VllmEngine, VllmOptions
 from kvguard.verifier import Verifier
 from tests.vllm.tiny import traffic, unguarded, write_checkpoint
@@ -86,6 +87,9 @@ def test_a_guard_that_fails_disarms_and_says_so(
     assert all(entry["log_level"] == "critical" for entry in said)
     wanted = "CPU_ATTN is not covered" if place == "attention-backend" else "made to fail"
     assert any(wanted in str(entry.get("error")) for entry in said), said
+    kept = len(engine.guard_side._published), len(engine.guard_side._key_in_pass)
+    engine.generate(*traffic(2))
+    assert (len(engine.guard_side._published), len(engine.guard_side._key_in_pass)) == kept
     assert engine.scheduler.reset_prefix_cache()
 
 
@@ -155,6 +159,7 @@ def test_a_vllm_that_is_not_recognised_is_left_alone_or_not_started(
         ("parallel_config", "data_parallel_size", 4, "data_parallel_size = 4"),
         ("parallel_config", "decode_context_parallel_size", 2, "decode_context_parallel_size = 2"),
         ("speculative_config", "method", "eagle", "speculative decoding with eagle"),
+        ("model_config", "disable_cascade_attn", False, "cascade attention"),
     ],
 )
 def test_what_is_not_covered_is_refused_by_name(section: str, name: str, value: Any, wanted: str) -> None:
@@ -163,3 +168,20 @@ def test_what_is_not_covered_is_refused_by_name(section: str, name: str, value: 
     with pytest.raises(layout.Unsupported, match=wanted):
         layout.check_configuration(config)
     layout.check_configuration(SimpleNamespace(parallel_config=SimpleNamespace(tensor_parallel_size=8)))
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["at-once", "later"])
+def test_the_answer_of_a_pooling_model_carries_its_verdicts(later: bool) -> None:
+    """Runner V1 answers for them in `execute_model`, on a GPU with an object whose result is fetched later."""
+    result = SimpleNamespace(req_ids=["r0"])
+    answer = SimpleNamespace(get_output=lambda: result) if later else result
+    side: Any = None
+
+    def execute_model(scheduler_output: Any) -> Any:
+        side._pending = SimpleNamespace(resolve=lambda: "verdicts")
+        return answer
+
+    runner = SimpleNamespace(execute_model=execute_model, device="cpu")
+    side = WorkerSide(runner)
+    given = runner.execute_model(SimpleNamespace(_kvguard=None))
+    assert (given.get_output() if later else given)._kvguard == "verdicts"

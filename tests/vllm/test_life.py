@@ -180,6 +180,80 @@ def test_sleep_wake_and_new_weights_release_the_quarantine(
     assert guard.health().ok
 
 
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
+def test_the_next_turn_of_a_talk_is_healthy(start: Callable[..., VllmEngine], busy: bool) -> None:
+    """With asynchronous scheduling vLLM publishes the last full block of a request in the update that ends it."""
+    engine = start(asynchronous=True)
+    other = [(13 * token) % 239 for token in range(50)]
+    hits = 0
+    look_up = engine.scheduler.kv_cache_manager.get_computed_blocks
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal hits
+        result = look_up(*args, **kwargs)
+        hits = max(hits, result[1])
+        return result
+
+    engine.scheduler.kv_cache_manager.get_computed_blocks = counted
+    for length, tokens in ((60, 5), (59, 6), (63, 2), (61, 5)):
+        prompt = [(length * token + 3) % 251 for token in range(length)]
+        answer = engine.generate([prompt], [tokens])[0]
+        if busy:
+            engine.generate([other], [3])
+        hits = 0
+        talk = [*prompt, *answer.token_ids, 7, 8, 9]
+        again = engine.generate([talk], [4])[0]
+        assert again.finish_reason == "length"
+        assert hits == 64 or (length + tokens) % 32 != 1
+        assert_clean(engine)
+    assert engine.guard_side._published == {}
+
+
+def test_blocks_that_a_connector_failed_to_load_are_computed_again(
+    start: Callable[..., VllmEngine], tmp_path: Path
+) -> None:
+    """vLLM leaves their entries in the cache: whoever comes later takes them, rightly."""
+    from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
+
+    from tests.vllm import late_connector
+
+    ensure_kv_transfer_shutdown()
+    engine = start(
+        extra={
+            "kv_transfer_config": {
+                "kv_connector": "FailingConnector",
+                "kv_connector_module_path": "tests.vllm.late_connector",
+                "kv_role": "kv_both",
+                "kv_load_failure_policy": "recompute",
+                "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+            }
+        }
+    )
+    prompt = [(7 * token + 5) % 251 for token in range(130)]
+    stored = engine.generate([prompt], [4])
+    assert engine.scheduler.reset_prefix_cache()
+    late_connector.FailingConnector.failing = True
+    assert engine.generate([prompt], [4]) == stored
+    assert not late_connector.FailingConnector.failing, "one load has failed"
+    assert_clean(engine)
+    for turn in range(3):
+        assert engine.generate([[*prompt, turn + 1, turn + 1]], [3])[0].finish_reason == "length"
+    assert_clean(engine)
+
+
+def test_an_engine_may_be_driven_from_one_thread_after_another(
+    start: Callable[..., VllmEngine], golden: dict[int, list[Answer]]
+) -> None:
+    """As in a thread pool or a notebook; vLLM allows it."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    engine = start()
+    for _ in range(2):
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(engine.generate, *traffic(1)).result() == golden[1]
+    assert_clean(engine)
+
+
 def refuse_once_loaded(engine: VllmEngine) -> None:
     """As if the pool were full: each request is refused blocks once, when its KV has been loaded."""
     manager = engine.scheduler.kv_cache_manager

@@ -18,9 +18,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kvguard.adapters.vllm import worker_side
+from kvguard.adapters.vllm.block_books import StepPayload
 from kvguard.adapters.vllm.plugin import register
 from kvguard.adapters.vllm.ranks import worst_of
-from kvguard.adapters.vllm.scheduler_side import StepPayload
 from kvguard.adapters.vllm.worker_side import WorkerSide, WorkerSideV1, WorkerSideV2
 from kvguard.config import GuardConfig
 from kvguard.fault_injection.targets.vllm_engine import VllmEngine, VllmOptions

@@ -72,6 +72,8 @@ def soak(engine: VllmEngine, counts: Counter[str], steps: int) -> dict[str, tupl
         for output in llm.step():
             if output.finished:
                 completion = output.outputs[0]
+                # The next turn of the same talk may come: its prompt begins with this one and its answer.
+                recent = [*recent[-7:], [*output.prompt_token_ids, *completion.token_ids, 7][:280]]
                 answers[output.request_id] = (completion.finish_reason, tuple(completion.token_ids))
                 if output.request_id in live:
                     live.remove(output.request_id)
