@@ -64,7 +64,8 @@ class GuardedStep:
         for _ in range(pages):
             name = self._names[self._turn % BATCH]
             blocks = self._blocks_of[name]
-            self._side._published[name] = [(0, len(blocks) - 1, self._turn)]
+            filled = SimpleNamespace(block_hash=self._turn, block_id=blocks[-1].block_id)
+            self._side._note_publication(name, 0, len(blocks) - 1, filled, False)
             blocks += self._engine.pool.get_new_blocks(1)
             self._engine.scheduler.requests[name].num_computed_tokens += BLOCK
             self._turn += 1
@@ -102,6 +103,8 @@ def measure(step: GuardedStep, case: str, context: int) -> dict[str, Any]:
 
 def results() -> list[dict[str, Any]]:
     """Every case at every context length, each context in an engine of its own."""
+    import torch
+
     from kvguard import verifier as verifier_module
     from kvguard.adapters.vllm.plugin import register
     from kvguard.fault_injection.targets.vllm_engine import VllmEngine, VllmOptions
@@ -127,7 +130,8 @@ def results() -> list[dict[str, Any]]:
             step = GuardedStep(engine, context)
             verifier.verify_pages = lambda **given: given["record"].zero_()
             verifier.scatter_tags = lambda **given: None
-            found += [measure(step, case, context) for case in REPEATS]
+            with torch.inference_mode():
+                found += [measure(step, case, context) for case in REPEATS]
             assert engine.guard_side.guard.health().ok and not engine.guard_side.guard.violations
             verifier.verify_pages, verifier.scatter_tags = kernels
     return found
