@@ -42,8 +42,7 @@ class Abort:
     foreign_pages: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
+class Judgement(NamedTuple):
     """What the engine must do before anything of the step leaves.
 
     withheld  requests of the step whose token must be dropped, those aborted for an earlier step included

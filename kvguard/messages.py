@@ -6,12 +6,16 @@ Both are immutable once handed over and picklable, so they can ride on an engine
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 Int64 = npt.NDArray[np.int64]
+
+NO_EVIDENCE: Final[Mapping[str, Any]] = {}
+"""What a clean step shows; nobody writes to it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +39,7 @@ class PoolSection:
     columns: int
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepDelta:
+class StepDelta(NamedTuple):
     """What changed since the last step and what this step will read.
 
     step      1, 2, 3, ... without gaps: the device half refuses to skip one
@@ -60,7 +63,7 @@ class StepDelta:
         packed = self.packed.copy()
         for section in self.sections:
             packed[section.table_row[0] : section.table_row[1]] = table_rows
-        return replace(self, packed=packed)
+        return self._replace(packed=packed)
 
     def array(self, span: tuple[int, int]) -> Int64:
         """The host view of one range of `packed`."""
@@ -78,8 +81,7 @@ class Evidence:
     entries: Int64
 
 
-@dataclass(frozen=True, kw_only=True)
-class Verdicts:
+class Verdicts(NamedTuple):
     """What the device found in one step.
 
     records   int64 [pools, rows, 4] per `kvguard.kernels.verify_pages.layout`; None if the device check is off
@@ -88,4 +90,4 @@ class Verdicts:
 
     step: int
     records: Int64 | None
-    evidence: Mapping[str, tuple[Evidence, ...]] = field(default_factory=dict)
+    evidence: Mapping[str, tuple[Evidence, ...]] = NO_EVIDENCE

@@ -209,7 +209,14 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("observing without neutralising", TAG, "neutral_page=null_page if enforce else -1", "neutral_page=null_page"),
         ("uploads used again for other expectations", SHORT, "            and last.sent == sent\n", ""),
         ("uploads used again for another layout", SHORT, "            and last.spans == spans\n", ""),
-        ("uploads used again for other table rows", SHORT, "            and last.table_rows == table_rows\n", ""),
+        (
+            "uploads used again for other table rows", SHORT,
+            "            and last.table_rows == table_rows\n        ):\n            self", "        ):\n            self",
+        ),
+        (
+            "uploads of the very same delta used again for other table rows", SHORT,
+            "            and last.table_rows == table_rows\n        ):\n            # In", "        ):\n            # In",
+        ),
         ("uploads used again without tag changes only", SHORT, "            and len(delta.packed) == end\n", ""),
         ("verdicts of a step's own", SHORT, "return blanks.pop()", "return blanks[-1]"),
         ("inputs looked at again for another object", STEPS, "known[0] is not given or", ""),

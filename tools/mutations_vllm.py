@@ -47,7 +47,8 @@ VLLM_MUTATIONS: Final = (
         new="",
     ),
     Mutation(
-        name="vllm-quarantine-not-released", path=SIDE, tests=(f"{_FAULT}[tag-only-double-allocation]",),
+        name="vllm-quarantine-not-released", path=SIDE,
+        tests=(f"{LIFE}::test_a_reset_releases_a_block_that_was_given_back_in_quarantine",),
         old="            self._shielded(self._release_quarantine)\n",
         new="",
     ),
@@ -70,8 +71,8 @@ VLLM_MUTATIONS: Final = (
     Mutation(
         name="vllm-flagged-leaves-when-books-fail", path=VERDICTS,
         tests=(f"{FAULTS}::test_a_row_flagged_while_the_guard_fails_is_ended_all_the_same",),
-        old="            if flagged[row]:\n",
-        new="            if False:\n",
+        old="            if flagged[row] and name in requests",
+        new="            if False and name in requests",
     ),
     Mutation(
         name="vllm-worker-trouble-swallowed", path=WORKER,

@@ -8,12 +8,14 @@ of the request that took it, from then until it is freed or handed out again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from operator import ne
+from operator import attrgetter, ne
 from typing import Any, NamedTuple
 
 from kvguard.guard import Guard
 from kvguard.messages import StepDelta
 from kvguard.pools import GuardSetup, PoolSpec
+
+_COMPUTED_TOKENS = attrgetter("num_computed_tokens")
 
 
 class StepPayload(NamedTuple):
@@ -134,10 +136,10 @@ class BlockBooks:
         requests = self._scheduler.requests
         drafts = output.scheduled_spec_decode_tokens
         names = list(output.num_scheduled_tokens)
-        counts = [[len(blocks[name]) for name in names] for blocks in self._blocks_of]
+        counts = [list(map(len, map(blocks.__getitem__, names))) for blocks in self._blocks_of]
         if self._published or counts != self._counts or names != self._in_step:
             self._catch_up_with_step(names, counts)
-        ends = [requests[name].num_computed_tokens for name in names]
+        ends = list(map(_COMPUTED_TOKENS, map(requests.__getitem__, names)))
         if drafts:
             # Drafted tokens may be rejected: what they write is not counted as computed.
             ends = [end - len(drafts.get(name, ())) for name, end in zip(names, ends, strict=True)]
@@ -258,7 +260,7 @@ class BlockBooks:
     def _publish(self, name: str) -> None:
         entries = self._published.pop(name, ())
         # No step of it has run or is under way: what is there already was loaded by a connector.
-        loaded = bool(entries) and self.guard.scheduled_tokens(name) == 0
+        loaded = any(there for *_, there in entries) and self.guard.scheduled_tokens(name) == 0
         for group, column, key, block, there in entries:
             if block.block_hash == key:
                 tokens = 0 if loaded and there else None

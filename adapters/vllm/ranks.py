@@ -7,7 +7,6 @@ failed takes part with records that say "not checked", so that nobody waits for 
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,7 +39,7 @@ class RankVerdicts:
         # Gloo wants the ranks side by side in the first dimension; NCCL takes either form.
         gathered = torch.empty((self._world * shape[0], *shape[1:]), dtype=torch.int64, device=self._device)
         torch.distributed.all_gather_into_tensor(gathered, pending.record, group=self._group)
-        return replace(pending, record=worst_of(gathered.view(self._world, *shape)))
+        return pending._replace(record=worst_of(gathered.view(self._world, *shape)))
 
 
 def worst_of(gathered: Any) -> Any:

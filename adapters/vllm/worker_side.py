@@ -108,7 +108,7 @@ class WorkerSide:
     ) -> PendingVerdicts:
         if self._verifier is None:
             self._verifier = self._make_verifier()
-        rows = [place_of[request] for request in payload.delta.requests]
+        rows = list(map(place_of.__getitem__, payload.delta.requests))
         given = [*tables, *slots, query_start]
         if len(given) != len(self._given) or any(map(is_not, given, self._given)):
             self._given = given

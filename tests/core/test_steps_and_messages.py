@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pickle
 import threading
 from typing import Any
@@ -267,7 +266,7 @@ def paged(**settings: Any) -> tuple[PagedGuard, PoolInputs]:
 def unchecked(pending: PendingVerdicts | None) -> PendingVerdicts:
     """The step as if its kernel had never run."""
     assert pending is not None
-    return dataclasses.replace(pending, record=np.full_like(pending.record, layout.NOT_CHECKED))
+    return pending._replace(record=np.full_like(pending.record, layout.NOT_CHECKED))
 
 
 def test_a_fault_of_the_guard_disarms_it_loudly_and_the_engine_goes_on() -> None:

@@ -180,6 +180,30 @@ def test_sleep_wake_and_new_weights_release_the_quarantine(
     assert guard.health().ok
 
 
+def test_a_reset_releases_a_block_that_was_given_back_in_quarantine(
+    start: Callable[..., VllmEngine], golden: dict[int, list[Answer]]
+) -> None:
+    """A suspect block that its owner gives back stays out of the free queue until vLLM empties its cache."""
+    engine = start()
+    # Its last block is never full, so that it is not kept for the cache when the request ends.
+    prompt, tokens = [(5 * token) % 249 for token in range(40)], 12
+    answer = engine.generate([prompt], [tokens])
+
+    def suspect_last_block() -> None:
+        request = engine.scheduler.running[0]
+        blocks = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
+        assert engine.guard_side.guard._books.quarantine_page(0, blocks[request.request_id][-1].block_id)
+
+    before_call(engine.scheduler, "schedule", 5, suspect_last_block)
+    assert engine.generate([prompt], [tokens]) == answer
+    usable = engine.pool.num_gpu_blocks - 1
+    assert engine.pool.get_num_free_blocks() == usable - 1
+    assert engine.scheduler.reset_prefix_cache()
+    assert engine.pool.get_num_free_blocks() == usable
+    assert engine.generate(*traffic(2)) == golden[2]
+    assert_clean(engine)
+
+
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_the_next_turn_of_a_talk_is_healthy(start: Callable[..., VllmEngine], busy: bool) -> None:
     """With asynchronous scheduling vLLM publishes the last full block of a request in the update that ends it."""

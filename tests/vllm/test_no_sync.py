@@ -8,7 +8,6 @@ recorded, with the short way for tensors in host memory closed. Where there is a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -46,7 +45,7 @@ class TwoRanks:
         pass
 
     def combine(self, pending: Any, delta: Any) -> Any:
-        return replace(pending, record=worst_of(torch.stack([pending.record, pending.record])))
+        return pending._replace(record=worst_of(torch.stack([pending.record, pending.record])))
 
 
 def payloads(groups: int) -> Iterator[StepPayload]:
