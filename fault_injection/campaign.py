@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -22,6 +23,7 @@ CHUNK = 6
 
 VLLM_CHUNK = 9
 """The same for vLLM: a set-up's share of the default campaign, so that its golden runs are made once."""
+JOB_SECONDS_MAX = 900
 Result = TrialResult | CleanResult
 
 
@@ -153,8 +155,12 @@ def _run_chunk(chunk: list[TrialPlan | CleanPlan], model: str, backend: str) -> 
 
     results: list[Result] = []
     for job in chunk:
+        if multiprocessing.parent_process() is not None:
+            # A real engine may hang: better a dead worker, with its stacks in the log, than a campaign without an end.
+            faulthandler.dump_traceback_later(JOB_SECONDS_MAX, exit=True)
         if isinstance(job, TrialPlan):
             results.append(run_trial(job, model=model, backend=backend))
         else:
             results.append(run_clean(job, model=model, backend=backend))
+    faulthandler.cancel_dump_traceback_later()
     return results
