@@ -206,7 +206,8 @@ class BlockBooks:
 
     def _publish_of_waiting(self, names: list[str]) -> None:
         """Before the step's requests are looked at, which may have taken what a waiting one has published."""
-        for name in self._published.keys() - set(names):
+        scheduled = set(names)
+        for name in [name for name in self._published if name not in scheduled]:
             request = self._scheduler.requests.get(name)
             if request is not None:
                 self._catch_up(name, request)
