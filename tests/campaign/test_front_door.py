@@ -26,7 +26,14 @@ def test_a_cancelled_campaign_leaves_no_process_and_keeps_its_history(tmp_path: 
     """Whatever ends the parent ends its workers; a signal that can be caught leaves one line and the history."""
     command = [sys.executable, "-m", "kvguard", "campaign", "--workers", "2", "--runs-dir", str(tmp_path / "runs")]
     process = subprocess.Popen(
-        command, cwd=tmp_path, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # A shell that starts the tests in the background ignores SIGINT for them, and Python leaves that as it is.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     try:
         deadline = time.monotonic() + 120
