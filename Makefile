@@ -54,4 +54,4 @@ campaign-vllm: env-vllm ## page faults inside a real vLLM, both runners (ARGS="-
 	@.venv-vllm/bin/kvguard campaign --engine vllm $(ARGS)
 
 test-vllm: env-vllm models ## the tests of the vLLM adapter, in .venv-vllm
-	.venv-vllm/bin/python -m pytest $(PYTEST_ARGS) tests/vllm
+	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(PYTEST_ARGS) tests/vllm

@@ -143,8 +143,9 @@ class BlockBooks:
         if drafts:
             # Drafted tokens may be rejected: what they write is not counted as computed.
             ends = [end - len(drafts.get(name, ())) for name, end in zip(names, ends, strict=True)]
-        if self._fresh or self._published:
+        if self._fresh:
             self._catch_up_with_waiting(requests)
+        self._published.clear()
         self._key_in_pass.clear()
         delta = self.guard.step(names, [0] * len(names), ends)
         return StepPayload(setup=self.guard.setup if delta.step == 1 else None, delta=delta)
@@ -198,11 +199,10 @@ class BlockBooks:
                 self._learn(request, group, blocks, columns)
 
     def _catch_up_with_waiting(self, requests: Any) -> None:
-        """Requests that got blocks without being scheduled: a connector loads their KV first, and may publish it."""
+        """Requests that got blocks without being scheduled: a connector loads their KV first."""
         holding = {name for manager in self._managers for name in manager.req_to_blocks}
         for name in holding & requests.keys():
             self._catch_up(name, requests[name])
-        self._publish_rest()
 
     def _publish_of_waiting(self, names: list[str]) -> None:
         """Before the step's requests are looked at, which may have taken what a waiting one has published."""

@@ -40,7 +40,7 @@ def test_test_checks_style_and_types_first(make: Make) -> None:
         '-m pytest -n 2 --dist loadfile -m "not soak"',
         "-m tools.make_engine_env vllm",
         "-m tools.prepare_smollm2",
-        "-m pytest -n 2 --dist loadfile tests/vllm",
+        ".venv-vllm/bin/python -m pytest -n 2 --dist loadfile tests/vllm",
     ]
 
 

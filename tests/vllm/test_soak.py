@@ -21,7 +21,7 @@ SOAKS: dict[str, tuple[str, dict[str, Any], float]] = {
     "llama": ("llama", {}, 1.0),
     "llama-async": ("llama", {"asynchronous": True}, 0.25),
     "sliding-window-async": ("mistral", {"asynchronous": True}, 0.1),
-    "hybrid": ("gemma3", {}, 0.1),
+    "hybrid": ("gemma3", {"num_blocks": 32}, 0.1),
 }
 """Name -> architecture, options, and what part of STEPS it runs."""
 
@@ -91,9 +91,7 @@ def test_a_soak_of_healthy_traffic_is_clean_and_changes_no_token(
     print(f"seed {SEED}, {steps} steps (KVGUARD_TEST_SEED, KVGUARD_TEST_STEPS)")
     options = VllmOptions(
         model=write_checkpoint(tmp_path, architecture=architecture),
-        num_blocks=20,
-        max_num_batched_tokens=384,
-        **settings,
+        **({"num_blocks": 20, "max_num_batched_tokens": 384} | settings),
     )
     plain_counts: Counter[str] = Counter()
     with unguarded():
@@ -112,5 +110,7 @@ def test_a_soak_of_healthy_traffic_is_clean_and_changes_no_token(
     happened = ("preemptions", "evictions", "prefix_hits", "client_aborts", "steps_full")
     assert min(counts[what] for what in happened) > 0 and len(guarded) > steps / 50, counts
     health = guard.health()
-    assert health.ok and health.counters["steps_verified"] == health.counters["steps_seen"] > steps * 0.9
+    # With asynchronous scheduling the last step is still in flight.
+    assert health.ok and health.in_flight == bool(settings.get("asynchronous"))
+    assert health.counters["steps_verified"] + health.in_flight == health.counters["steps_seen"] > steps * 0.9
     assert health.counters["guard_faults"] == health.counters["adapter_errors"] == 0
