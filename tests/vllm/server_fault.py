@@ -89,14 +89,15 @@ def _obey(module: ModuleType, order: Path) -> None:
 
 
 def _break_row(runner: Any, order: Mapping[str, Any]) -> bool:
-    """The victim's first block becomes another request's, or the null block if it is alone."""
+    """The victim's first block becomes another request's, or the null block where nobody has another one."""
     batch = runner.input_batch
     rows: dict[str, int] = batch.req_id_to_index
     victim = next((row for request, row in rows.items() if order["request"] in request), None)
     if victim is None or batch.num_computed_tokens_cpu[victim] < order["tokens"]:
         return False
     table = batch.block_table.block_tables[0].block_table.np
-    other = next((row for row in rows.values() if row != victim), None)
+    # Requests with one prefix share their first block: that one would be no fault.
+    other = next((row for row in rows.values() if table[row, 0] != table[victim, 0]), None)
     table[victim, 0] = 0 if other is None else table[other, 0]
     return True
 
