@@ -55,16 +55,6 @@ class StepDelta(NamedTuple):
     packed: Int64
     sections: tuple[PoolSection, ...]
 
-    def placed(self, table_rows: Int64) -> StepDelta:
-        """The same message with the block-table row of each request filled in by whoever knows it: the model runner.
-
-        `table_rows`: int64 [rows].
-        """
-        packed = self.packed.copy()
-        for section in self.sections:
-            packed[section.table_row[0] : section.table_row[1]] = table_rows
-        return self._replace(packed=packed)
-
     def array(self, span: tuple[int, int]) -> Int64:
         """The host view of one range of `packed`."""
         return self.packed[span[0] : span[1]]

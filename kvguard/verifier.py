@@ -277,10 +277,6 @@ class Verifier:
         )
         return evidence, evidence_row
 
-    def upload(self, array: Any) -> Any:
-        """A host int64 array on the verifier's device; does not wait."""
-        return self._arrays.upload(array)
-
     def tags(self, pool: str) -> Any:
         """The device mirror int64 [num_pages] of a pool's tags; for tests."""
         return self._tags[pool]

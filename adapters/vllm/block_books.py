@@ -214,12 +214,8 @@ class BlockBooks:
                 self._publish(name)
 
     def _publish_rest(self) -> None:
-        """Publications of requests that are not in the step, or made after it was judged."""
-        for name in list(self._published):
-            request = self._scheduler.requests.get(name)
-            if request is not None:
-                self._catch_up(name, request)
-                self._publish(name)
+        """Publications that were made after the step was judged, whoever made them."""
+        self._publish_of_waiting([])
         self._published.clear()
         self._key_in_pass.clear()
 

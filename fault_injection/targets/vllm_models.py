@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from kvguard.fault_injection.models import cache_folder, smollm2_folder
+from kvguard.fault_injection.models import cache_folder, smollm2_folder, write_checkpoint
 from kvguard.fault_injection.traffic import PromptMaker, token_prompts
 
 TINY, SMOLLM2 = "tiny", "smollm2"
@@ -67,7 +67,7 @@ def tiny_folder() -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         drawn = Path(tempfile.mkdtemp(dir=folder.parent, prefix="tiny-llama-"))
         try:
-            _draw_tiny(drawn)
+            write_checkpoint(drawn)
             # Several workers may draw at once, all the same: whoever comes second leaves the first one's.
             drawn.rename(folder)
         except OSError:
@@ -76,31 +76,3 @@ def tiny_folder() -> Path:
         finally:
             shutil.rmtree(drawn, ignore_errors=True)
     return folder
-
-
-def _draw_tiny(folder: Path) -> None:
-    import torch
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        vocab_size=258,
-        max_position_embeddings=4096,
-        bos_token_id=256,
-        eos_token_id=257,
-        tie_word_embeddings=False,
-    )
-    model = LlamaForCausalLM(config)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(0, 0.15)
-        model.lm_head.weight.normal_(0, 0.3)
-        model.model.embed_tokens.weight.normal_(0, 1.0)
-    model.save_pretrained(folder)

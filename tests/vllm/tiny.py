@@ -6,52 +6,13 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 
 from kvguard.adapters.vllm.plugin import ATTACHED
+from kvguard.fault_injection.models import ARCHITECTURES, write_checkpoint
 
-ARCHITECTURES = ("llama", "mistral", "gemma3")
-"""Full attention; a sliding window of 64 tokens in every layer; both kinds of layers in turn (a hybrid model)."""
-
-
-def write_checkpoint(folder: Path, seed: int = 0, architecture: str = "llama") -> Path:
-    """4 layers, hidden 128, large random weights: with small ones every prompt would give the same token."""
-    import torch
-    import transformers
-
-    torch.manual_seed(seed)
-    shape: dict[str, Any] = {
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-        "vocab_size": 258,
-        "max_position_embeddings": 4096,
-        "bos_token_id": 256,
-        "eos_token_id": 257,
-        "tie_word_embeddings": False,
-    }
-    model: Any
-    if architecture == "llama":
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape))
-    elif architecture == "mistral":
-        model = transformers.MistralForCausalLM(transformers.MistralConfig(sliding_window=64, **shape))
-    else:
-        shape |= {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": 64}
-        model = transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(query_pre_attn_scalar=32, **shape))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.normal_(0, 0.15)
-        model.lm_head.weight.normal_(0, 0.3)
-        model.model.embed_tokens.weight.normal_(0, 1.0)
-    model.save_pretrained(folder)
-    return folder
+__all__ = ["ARCHITECTURES", "traffic", "unguarded", "write_checkpoint"]
 
 
 @contextmanager
