@@ -7,7 +7,7 @@ PYTEST_ARGS ?= -n 2 --dist loadfile
 PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help
-.PHONY: help env campaign campaign-vllm lint test test-own test-core soak mutation wheel clean env-vllm test-vllm models
+.PHONY: help env campaign campaign-vllm campaign-sglang lint test test-own test-core soak mutation wheel clean env-vllm test-vllm env-sglang test-sglang models
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' Makefile
@@ -22,9 +22,9 @@ lint: env ## ruff and mypy
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m mypy
 
-test: lint test-own test-vllm ## lint, then every test but the million-operation soak (PYTEST_ARGS="-n 4 --dist loadfile")
+test: lint test-own test-vllm test-sglang ## lint, then every test but the million-operation soak (PYTEST_ARGS="-n 4 --dist loadfile")
 
-test-own: env ## the tests that need no engine but our own
+test-own: env models ## the tests that need no engine but our own
 	$(PYTEST) -m "not soak"
 
 test-core: env ## the quick tests of the core, the kernels and the house
@@ -47,11 +47,20 @@ clean: ## remove what was built, but neither .venv nor runs/
 env-vllm: ## build .venv-vllm: vLLM on the CPU with kvguard in it
 	@$(PYTHON) -m tools.make_engine_env vllm
 
-models: env-vllm ## download and prepare SmolLM2 as bf16 and INT4 checkpoints, in .cache/models
-	@.venv-vllm/bin/python -m tools.prepare_smollm2
+env-sglang: ## build .venv-sglang: SGLang on the CPU with kvguard in it
+	@$(PYTHON) -m tools.make_engine_env sglang
+
+models: env ## download and prepare SmolLM2 as bf16 and INT4 checkpoints, in .cache/models
+	@$(BIN)/python -m tools.prepare_smollm2
 
 campaign-vllm: env-vllm ## page faults inside a real vLLM, both runners (ARGS="--runner v1")
 	@.venv-vllm/bin/kvguard campaign --engine vllm $(ARGS)
 
+campaign-sglang: env-sglang ## page faults inside a real SGLang scheduler, both loops (ARGS="--page-size 16")
+	@.venv-sglang/bin/kvguard campaign --engine sglang $(ARGS)
+
 test-vllm: env-vllm models ## the tests of the vLLM adapter, in .venv-vllm
 	OMP_NUM_THREADS=1 .venv-vllm/bin/python -m pytest $(PYTEST_ARGS) tests/vllm
+
+test-sglang: env-sglang models ## the tests of SGLang, in .venv-sglang
+	OMP_NUM_THREADS=1 .venv-sglang/bin/python -m pytest $(PYTEST_ARGS) tests/sglang

@@ -54,6 +54,9 @@ def _configuration() -> list[Finding]:
     if config.is_off:
         text = "level is off, so nothing is guarded: set KVGUARD_LEVEL=tags where the engine is started"
         return [Finding(topic="configuration", verdict=Verdict.FAILED, text=text)]
+    if config.level == "keys":
+        text = "level keys does not work with an engine's plug-in in this release: set KVGUARD_LEVEL=tags"
+        return [Finding(topic="configuration", verdict=Verdict.FAILED, text=text)]
     text = f"level {config.level}, on_violation {config.on_violation}, on_guard_error {config.on_guard_error}"
     findings = [Finding(topic="configuration", verdict=Verdict.OK, text=text)]
     if config.on_violation == "observe":

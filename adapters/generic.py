@@ -14,9 +14,14 @@ that broke once prove nothing. With `on_guard_error` = `disarm` the engine then 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, TypeVar
 
+import numpy as np
+
+from kvguard.adapters.wrapping import AllocatorGuard, AttachError, guard_allocator
 from kvguard.config import GuardConfig
+from kvguard.content_key import ContentDomain, MultimodalInput
 from kvguard.guard import Guard, GuardHalt, Retired, UsageError
 from kvguard.judge import Abort, Judgement
 from kvguard.kernels.backend import default_backend
@@ -25,7 +30,7 @@ from kvguard.telemetry import Health
 from kvguard.verifier import PendingVerdicts, PoolInputs, Verifier
 from kvguard.violation import Proof, Violation
 
-__all__ = ["GuardFault", "GuardHalt", "PagedGuard"]
+__all__ = ["AllocatorGuard", "AttachError", "GuardFault", "GuardHalt", "PagedGuard", "guard_allocator"]
 
 T = TypeVar("T")
 
@@ -58,15 +63,31 @@ class PagedGuard:
         device: Any = "cpu",
         proofs: frozenset[Proof] | None = None,
     ) -> None:
-        """`backend`: kernel backend; None takes torch where it is installed, else numpy. `device`: a torch device."""
+        """`backend`: kernel backend; None takes torch where it is installed, else numpy; on a GPU triton, else torch.
+
+        `device`: a torch device.
+        """
         settings = GuardConfig.load() if config is None else config
         self._guard: Guard | None = None
+        self.pool_names = tuple(pool.name for pool in pools)
         self._in_flight: dict[int, tuple[tuple[str, ...], bool]] = {}
+        self._unproven: dict[int, frozenset[str]] = {}
+        self._watchers: list[Callable[[str], None]] = []
         if settings.is_off:
             # Nothing is kept and nothing is checked: every call answers as if there were no guard.
             return
         self._guard = Guard(pools, settings, proofs=proofs)
-        self._verifier = Verifier(self._guard.setup, backend=backend or default_backend(), device=device)
+        self._verifier = Verifier(self._guard.setup, backend=backend or default_backend(device), device=device)
+
+    @property
+    def is_off(self) -> bool:
+        """Level `off`: nothing is kept and nothing is checked."""
+        return self._guard is None
+
+    @property
+    def armed(self) -> bool:
+        """Whether there is a guard and it has not failed."""
+        return self._guard is not None and self._guard.armed
 
     @property
     def violations(self) -> tuple[Violation, ...]:
@@ -84,7 +105,7 @@ class PagedGuard:
         if self._guard is not None:
             self._guard.show_content(content_of)
 
-    def _kept(self, unguarded: T, call: Callable[[Guard], T]) -> T:
+    def kept(self, unguarded: T, call: Callable[[Guard], T]) -> T:
         """A book-keeping call; `unguarded` is the answer of an engine without a guard.
 
         A call that makes no sense (a request that has ended, an id used twice) is an error of the adapter: it is logged
@@ -125,62 +146,150 @@ class PagedGuard:
 
     def start(self, request: str) -> None:
         """A request enters."""
-        self._kept(None, lambda guard: guard.start(request))
+        self.kept(None, lambda guard: guard.start(request))
 
     def finish(self, request: str) -> None:
         """A request ends; call this before `retire` of its pages."""
-        self._kept(None, lambda guard: guard.finish(request))
+        self._tell(request)
+        self.kept(None, lambda guard: guard.finish(request))
 
     def preempt(self, request: str) -> None:
         """A request loses its pages and waits."""
-        self._kept(None, lambda guard: guard.preempt(request))
+        self._tell(request)
+        self.kept(None, lambda guard: guard.preempt(request))
 
     def resume(self, request: str) -> None:
         """A preempted request gets pages again."""
-        self._kept(None, lambda guard: guard.resume(request))
+        self.kept(None, lambda guard: guard.resume(request))
+
+    @property
+    def wants_contents(self) -> bool:
+        """Level `keys`: the guard is to be told what requests are made of; else `identify` and its like do nothing."""
+        return self._guard is not None and self._guard.wants_contents
+
+    def identify(
+        self, request: str, domain: ContentDomain, tokens: Any, inputs: Sequence[MultimodalInput] = ()
+    ) -> None:
+        """What the request is made of, right after `start`: its domain, and all of its tokens that are known."""
+        self.kept(None, lambda guard: guard.identify(request, domain, tokens, inputs))
+
+    def add_tokens(self, request: str, tokens: Any, inputs: Sequence[MultimodalInput] = ()) -> None:
+        """More tokens of the request, as they are generated."""
+        self.kept(None, lambda guard: guard.add_tokens(request, tokens, inputs))
 
     def rewind(self, request: str, tokens: int) -> None:
         """Only the first `tokens` tokens of the request are confirmed."""
-        self._kept(None, lambda guard: guard.rewind(request, tokens))
+        self.kept(None, lambda guard: guard.rewind(request, tokens))
 
-    def allocate(self, request: str, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
-        """The allocator gave these pages to the request; returns those that may be used."""
-        return self._kept(list(pages), lambda guard: guard.allocate(request, pages, pool=pool))
+    def allocate(
+        self, request: str, pages: Sequence[int], *, pool: str | None = None, refusable: bool = True
+    ) -> list[int]:
+        """The allocator gave these pages to the request; returns those that may be used.
 
-    def adopt(self, request: str, hits: Sequence[tuple[Hashable, int]], *, pool: str | None = None) -> int:
-        """The request takes cached pages, as (cache key, page); returns how many leading ones it may use."""
-        return self._kept(len(hits), lambda guard: guard.adopt(request, hits, pool=pool))
+        `refusable`: False where the engine uses them whatever is said: a page that somebody holds is the request's
+        then, and its former holder is ended by the device check.
+        """
+        return self.kept(list(pages), lambda guard: guard.allocate(request, pages, pool=pool, refusable=refusable))
+
+    def adopt(
+        self, request: str, hits: Sequence[tuple[Hashable, int]], *, pool: str | None = None, refusable: bool = True
+    ) -> int:
+        """The request takes cached pages, as (cache key, page); returns how many leading ones it may use.
+
+        `refusable`: False where the engine uses them whatever is said: a wrong one is then flagged by the device check.
+        """
+        return self.kept(len(hits), lambda guard: guard.adopt(request, hits, pool=pool, refusable=refusable))
 
     def publish(
         self, request: str, column: int, key: Hashable, *, pool: str | None = None, tokens: int | None = None
     ) -> bool:
         """The request's page in `column` enters the cache under `key`; False: drop the entry."""
-        return self._kept(True, lambda guard: guard.publish(request, column, key, pool=pool, tokens=tokens))
+        return self.kept(True, lambda guard: guard.publish(request, column, key, pool=pool, tokens=tokens))
+
+    def stored(self, key: Hashable, page: int, *, pool: str | None = None) -> bool:
+        """A published page was copied to an external store under its key; False: take it out again."""
+        return self.kept(True, lambda guard: guard.stored(key, page, pool=pool))
+
+    def unstored(self, keys: Sequence[Hashable], *, pool: str | None = None) -> None:
+        """The external store no longer holds these keys."""
+        self.kept(None, lambda guard: guard.unstored(keys, pool=pool))
+
+    def vet_stored(self, request: str, keys: Sequence[Hashable], column: int, *, pool: str | None = None) -> int:
+        """Hits of an external store for the columns from `column` on: how many leading ones may be loaded."""
+        return self.kept(len(keys), lambda guard: guard.vet_stored(request, keys, column, pool=pool))
+
+    def vet_loaded(self, request: str, keys: Sequence[Hashable], loaded: Sequence[Hashable], column: int) -> int:
+        """How many leading ones of the reported hits may count as computed: copies of `loaded` were completed."""
+        return self.kept(len(keys), lambda guard: guard.vet_loaded(request, keys, loaded, column))
 
     def unpublish(self, pages: Sequence[int], *, pool: str | None = None) -> None:
         """The pages left the cache; who holds them keeps them."""
-        self._kept(None, lambda guard: guard.unpublish(pages, pool=pool))
+        self.kept(None, lambda guard: guard.unpublish(pages, pool=pool))
 
     def truncate(self, request: str, columns: int, *, pool: str | None = None) -> list[int]:
         """The request keeps its first `columns` pages; returns those it gave up."""
-        return self._kept([], lambda guard: guard.truncate(request, columns, pool=pool))
+        return self.kept([], lambda guard: guard.truncate(request, columns, pool=pool))
 
     def skip(self, request: str, columns: int, *, pool: str | None = None) -> None:
         """The request's next `columns` columns stay empty."""
-        self._kept(None, lambda guard: guard.skip(request, columns, pool=pool))
+        self.kept(None, lambda guard: guard.skip(request, columns, pool=pool))
 
     def drop(self, request: str, start: int, stop: int, *, pool: str | None = None) -> list[int]:
         """Columns [start, stop) left the request's window; returns their pages."""
-        return self._kept([], lambda guard: guard.drop(request, start, stop, pool=pool))
+        return self.kept([], lambda guard: guard.drop(request, start, stop, pool=pool))
 
     def retire(self, pages: Sequence[int], *, by: str | None = None, pool: str | None = None) -> Retired:
         """The allocator takes pages back; only `reusable` ones may be handed out again."""
         unguarded = Retired(reusable=list(pages), refused=[], quarantined=[])
-        return self._kept(unguarded, lambda guard: guard.retire(pages, by=by, pool=pool))
+        return self.kept(unguarded, lambda guard: guard.retire(pages, by=by, pool=pool))
 
     def reset(self, *, pool: str | None = None, revoke_held: bool = False) -> list[int]:
         """The engine emptied its cache, slept or changed weights; returns released quarantined pages, to be zeroed."""
-        return self._kept([], lambda guard: guard.reset(pool=pool, revoke_held=revoke_held))
+        return self.kept([], lambda guard: guard.reset(pool=pool, revoke_held=revoke_held))
+
+    # -- what the books say, for whoever wraps an allocator ---------------------------------------------------------
+
+    def columns(self, request: str, *, pool: str | None = None) -> int:
+        """Columns in the request's ledger, -1 if it was not started or has finished."""
+        return self.kept(-1, lambda guard: guard.columns(request, pool=pool))
+
+    def pages(self, request: str, *, pool: str | None = None) -> list[int]:
+        """The request's pages by column, gaps left out; none if it was not started or has finished."""
+        return self.kept([], lambda guard: guard.pages(request, pool=pool))
+
+    def foreign_pages(self, request: str, *, pool: str | None = None) -> list[int]:
+        """Pages that the request still lists and that it must not free: they were freed, or are somebody else's."""
+        return self.kept([], lambda guard: guard.foreign_pages(request, pool=pool))
+
+    def unused(self, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
+        """Those of the pages that were handed out, that nobody holds any more, and that no cache names."""
+        return self.kept([], lambda guard: guard.unused(pages, pool=pool))
+
+    def num_pages(self, pool: str | None = None) -> int:
+        """Pages of the pool."""
+        return self.kept(0, lambda guard: guard._books.tables[guard._books.index(pool)].spec.num_pages)
+
+    def page_tags(self, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
+        """What each page holds: another number once it was handed out again, 0 while it is vacant or no page."""
+
+        def tags(guard: Guard) -> list[int]:
+            table = guard._books.tables[guard._books.index(pool)]
+            return [0 if table.problem_with_page(page) else table.tag(page) for page in pages]
+
+        return self.kept([0] * len(pages), tags)
+
+    def watch(self, watcher: Callable[[str], None]) -> None:
+        """`watcher` is told of each request that is about to lose its pages: that finishes or is preempted."""
+        self._watchers.append(watcher)
+
+    def unwatch(self, watcher: Callable[[str], None]) -> None:
+        """The opposite of `watch`; no error if it does not watch."""
+        if watcher in self._watchers:
+            self._watchers.remove(watcher)
+
+    def _tell(self, request: str) -> None:
+        for watcher in self._watchers:
+            watcher(request)
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -190,17 +299,41 @@ class PagedGuard:
         table_rows: Sequence[int],
         tokens_end: Sequence[int],
         inputs: Mapping[str, PoolInputs] | PoolInputs,
+        *,
+        tokens_start: Sequence[int] | None = None,
     ) -> PendingVerdicts | None:
         """Check what this step's attention will read. None once the guard is disarmed.
 
         `inputs`: per pool name, or one PoolInputs if there is one pool. A failing row is neutralised in place: its live
         block-table entries become the null page, its slots become the skip slot.
+        A slot that is not the token's goes to the skip slot, if the inputs have `slot_mapping` and `lengths`; a batch
+        without requests (a dummy run) is checked for that alone.
+        `tokens_start`: the first position that each request writes in this step, see `Guard.step`.
+
+        A request that was not started, or has finished, is an adapter error, and its row is left out: it is unproven.
+        If `on_guard_error` is `abort`, the judgement withholds its tokens.
         """
 
         def check(guard: Guard) -> PendingVerdicts | None:
-            delta = guard.step(requests, table_rows, tokens_end)
             given = {guard.setup.pools[0].name: inputs} if isinstance(inputs, PoolInputs) else inputs
-            self._in_flight[delta.step] = (tuple(requests), delta.enforce)
+            named, unknown = requests, frozenset[str]()
+            try:
+                delta = guard.step(requests, table_rows, tokens_end, tokens_start)
+            except UsageError:
+                places = [place for place, name in enumerate(requests) if guard.columns(name) >= 0]
+                if len(places) == len(requests):
+                    raise
+                unknown = frozenset(requests) - {requests[place] for place in places}
+                for name in sorted(unknown, key=str):
+                    guard.adapter_error(UsageError(f"request {name!r} of a step was not started, or has finished"))
+                named = [requests[place] for place in places]
+                delta = guard.step(
+                    named, [table_rows[place] for place in places], [tokens_end[place] for place in places]
+                )
+                given = {name: _only(one, places) for name, one in given.items()}
+            self._in_flight[delta.step] = (tuple(named), delta.enforce)
+            if unknown and delta.enforce and guard.config.on_guard_error == "abort":
+                self._unproven[delta.step] = unknown
             return self._verifier.check(delta, given)
 
         checked = self._checked(None, check)
@@ -212,6 +345,7 @@ class PagedGuard:
         if pending is None:
             return []
         self._in_flight.pop(pending.step, None)
+        self._unproven.pop(pending.step, None)
         return self._checked([], lambda guard: guard.abandon(pending.step))
 
     def after_forward(self, pending: PendingVerdicts | None) -> Judgement:
@@ -220,13 +354,14 @@ class PagedGuard:
         if pending is None or self._guard is None:
             return nothing
         requests, enforced = self._in_flight.pop(pending.step, ((), False))
+        unproven = self._unproven.pop(pending.step, None) if self._unproven else None
         judgement = self._checked(None, lambda guard: guard.judge(pending.resolve()))
         self._require_armed(requests)
         if judgement is None:
             return self._salvage(pending, requests) if enforced else nothing
         if judgement.halt:
             raise GuardHalt(judgement.violations[0])
-        return judgement
+        return judgement._replace(withheld=judgement.withheld | unproven) if unproven else judgement
 
     def _salvage(self, pending: PendingVerdicts, requests: tuple[str, ...]) -> Judgement:
         """The guard failed with this step in flight: what the device flagged is neutralised and may not leave."""
@@ -243,3 +378,21 @@ class PagedGuard:
             withheld=frozenset(flagged),
             aborts=tuple(Abort(request=v.request or "", violation=v) for v in violations),
         )
+
+
+def _only(inputs: PoolInputs, places: Sequence[int]) -> PoolInputs:
+    """The inputs of a step of which only the rows at these places are checked: each keeps its place in the batch.
+
+    What they write is not checked: tokens of the others would be taken for padding.
+    """
+    inputs = replace(inputs, lengths=None)
+    if inputs.query_start is None or inputs.place_is_row:
+        return inputs
+    if inputs.query_row is not None:
+        return replace(inputs, query_row=inputs.query_row[list(places)])
+    rows = np.array(places, np.int64)
+    if isinstance(inputs.table, np.ndarray):
+        return replace(inputs, query_row=rows)
+    import torch
+
+    return replace(inputs, query_row=torch.from_numpy(rows).to(inputs.table.device))

@@ -1,7 +1,7 @@
 """Throughput and inter-token latency of vLLM on the CPU with the guard off and on, in alternating pairs of rounds.
 
     .venv-vllm/bin/python bench/vllm_overhead.py [--weights int4] [--batches 4 16] [--pairs 9] [--tokens 256]
-                                                 [--json FILE] [--null]
+                                                 [--json FILE] [--null | --writes]
 
 SmolLM2-135M (`make models`), FP8 KV, prompts of 128 random tokens. Two engines, one guarded, each in a process of its
 own that stays alive; only one works at a time, and which of a pair goes first alternates, so that drift of the machine
@@ -16,18 +16,19 @@ with another busy process there a step takes up to fifty times as long.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from bench.engine_process import EngineProcess, answer_commands, own_channel, require_guard  # noqa: E402
+from bench.paired_rounds import compare, latencies  # noqa: E402
+
 PROMPT_TOKENS = 128
-SETTLE_S = 0.3  # between rounds, for the idle engine's threads to stop spinning
 TOKEN_RANGE = (100, 40000)  # prompt token ids: neither control tokens nor the rarest
 
 
@@ -67,14 +68,10 @@ class Engine:
             outputs = self._engine.step()
             ends.append((time.perf_counter(), len(outputs)))
             answers |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
-        pairs = zip(ends, ends[1:], strict=False)
-        gaps = [later - earlier for (earlier, _), (later, got) in pairs if got == batch]
         return {
             "tokens": [answers[f"{seed}-{place}"] for place in range(batch)],
             "tokens_per_s": batch * tokens / (ends[-1][0] - started),
-            "p50_ms": statistics.median(gaps) * 1e3,
-            "p95_ms": statistics.quantiles(gaps, n=20)[-1] * 1e3,
-        }
+        } | latencies(ends, batch)
 
     def guard(self) -> dict[str, Any]:
         """What the guard counted; empty where there is none."""
@@ -82,102 +79,27 @@ class Engine:
 
 
 def work(weights: str) -> None:
-    """The worker process: one JSON command a line on standard input, one JSON answer a line on standard output."""
-    channel = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever vLLM prints goes elsewhere
+    """The worker process."""
+    channel = own_channel()
     engine = Engine(weights)
-    print(json.dumps(engine.guard()), file=channel)
-    for line in sys.stdin:
-        command = json.loads(line)
-        print(json.dumps(engine.round(**command) if command else engine.guard()), file=channel)
+    answer_commands(channel, engine.round, engine.guard)
 
 
-class Worker:
-    """In the parent: one worker process."""
-
-    def __init__(self, *, guarded: bool, weights: str) -> None:
-        environment = {key: value for key, value in os.environ.items() if not key.startswith("KVGUARD_")}
-        environment |= {name: os.environ[name] for name in ("KVGUARD_TEST_CACHE",) if name in os.environ}
-        environment |= {
+def worker(*, guarded: bool, weights: str, **settings: str) -> EngineProcess:
+    """In the parent: one worker process; its facts are the guard's counters."""
+    started = EngineProcess(
+        [sys.executable, __file__, "--worker", "--weights", weights],
+        guarded=guarded,
+        environment=settings | {
             "HF_HUB_OFFLINE": "1",
             "VLLM_CPU_KVCACHE_SPACE": "1",
             "VLLM_CPU_OMP_THREADS_BIND": ",".join(map(str, sorted(os.sched_getaffinity(0)))),
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
             "VLLM_LOGGING_LEVEL": "ERROR",
-        }
-        if guarded:
-            environment["KVGUARD_LEVEL"] = "tags"
-        self._process = subprocess.Popen(
-            [sys.executable, __file__, "--worker", "--weights", weights],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=sys.stderr if os.environ.get("VERBOSE") else subprocess.DEVNULL,
-            text=True,
-            env=environment,
-        )
-        if bool(self._answer()) != guarded:
-            raise SystemExit("the engine that should be guarded is not, or the other way round")
-
-    def _answer(self) -> dict[str, Any]:
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit("an engine has ended; VERBOSE=1 shows what it printed")
-        answer: dict[str, Any] = json.loads(line)
-        return answer
-
-    def ask(self, **command: Any) -> dict[str, Any]:
-        """A round, or the guard's counters."""
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return self._answer()
-
-    def stop(self) -> None:
-        """End the process."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        self._process.wait(timeout=60)
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median, least and greatest."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-def measure(plain: Worker, guarded: Worker, *, batch: int, pairs: int, tokens: int) -> dict[str, Any]:
-    """The pairs of one batch size."""
-    for worker in (plain, guarded):
-        worker.ask(batch=batch, tokens=16, seed=1)
-    rounds: list[tuple[dict[str, Any], dict[str, Any]]] = []
-    for pair in range(pairs):
-        found: dict[bool, dict[str, Any]] = {}
-        for second in (False, True):
-            on = second != bool(pair % 2)
-            time.sleep(SETTLE_S)
-            found[on] = (guarded if on else plain).ask(batch=batch, tokens=tokens, seed=1000 * batch + pair)
-        if found[False]["tokens"] != found[True]["tokens"]:
-            raise SystemExit(f"batch {batch}, pair {pair}: the two engines gave different tokens")
-        rounds.append((found[False], found[True]))
-    report: dict[str, Any] = {"batch": batch, "pairs": pairs, "tokens": tokens}
-    for name in ("tokens_per_s", "p50_ms", "p95_ms"):
-        report[name] = {
-            "off": statistics.median(off[name] for off, _ in rounds),
-            "on": statistics.median(on[name] for _, on in rounds),
-            "ratio": spread([on[name] / off[name] for off, on in rounds]),
-        }
-    return report
-
-
-def print_report(report: dict[str, Any]) -> None:
-    """A line per figure."""
-    for name, label in (("tokens_per_s", "tokens/s"), ("p50_ms", "inter-token p50, ms"), ("p95_ms", "p95, ms")):
-        figure, ratio = report[name], report[name]["ratio"]
-        print(
-            f"{report['batch']:>5}  {label:<20} {figure['off']:>8.2f} {figure['on']:>8.2f}  "
-            f"{ratio['median']:.4f} ({ratio['min']:.4f}..{ratio['max']:.4f})",
-            flush=True,
-        )
+        },
+    )
+    require_guard(bool(started.facts), guarded)
+    return started
 
 
 def main() -> None:
@@ -187,33 +109,26 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--pairs", type=int, default=9)
     parser.add_argument("--tokens", type=int, default=256, help="per request and round")
-    parser.add_argument("--null", action="store_true", help="two unguarded engines")
+    compared = parser.add_mutually_exclusive_group()
+    compared.add_argument("--null", action="store_true", help="two unguarded engines")
+    compared.add_argument("--writes", action="store_true", help="two guarded engines: write_check off / on")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments.weights)
         return
-    load = os.getloadavg()[0]
-    if load > 0.3:
-        print(f"WARNING: the load of this machine was {load:.1f} before the start: the figures are not to be quoted")
-    plain = Worker(guarded=False, weights=arguments.weights)
-    guarded = Worker(guarded=not arguments.null, weights=arguments.weights)
-    print(f"SmolLM2-135M {arguments.weights}, FP8 KV; {'off against off' if arguments.null else 'guard off / on'}")
-    print("batch  figure                    off       on  median of pair ratios on/off (min..max)")
-    reports = []
-    for batch in arguments.batches:
-        report = measure(plain, guarded, batch=batch, pairs=arguments.pairs, tokens=arguments.tokens)
-        print_report(report)
-        reports.append(report)
-    counters = guarded.ask()
-    for worker in (plain, guarded):
-        worker.stop()
-    if counters and (counters["steps_verified"] != counters["steps_seen"] or counters["violations"]):
-        raise SystemExit(f"not every step was verified, or something was flagged: {counters}")
-    if arguments.json is not None:
-        content = {"weights": arguments.weights, "null": arguments.null, "load_before": load, "guard": counters}
-        arguments.json.write_text(json.dumps(content | {"reports": reports}, indent=1) + "\n")
+    if arguments.writes:
+        plain = worker(guarded=True, weights=arguments.weights, KVGUARD_WRITE_CHECK="false")
+    else:
+        plain = worker(guarded=False, weights=arguments.weights)
+    guarded = worker(guarded=not arguments.null, weights=arguments.weights)
+    what = "write_check off / on" if arguments.writes else "off against off" if arguments.null else "guard off / on"
+    print(f"SmolLM2-135M {arguments.weights}, FP8 KV; {what}")
+    compare(
+        plain, guarded, batches=arguments.batches, pairs=arguments.pairs, tokens=arguments.tokens, file=arguments.json,
+        facts={"weights": arguments.weights, "null": arguments.null, "writes": arguments.writes},
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -126,7 +126,8 @@ def instrument(clocks: Clocks) -> None:
 
     scheduler_side.SchedulerSide.__init__ = scheduler_built  # type: ignore[method-assign, assignment]
 
-    for owner, prepare in ((worker_side.WorkerSideV1, "_prepare_inputs"), (worker_side.WorkerSideV2, "prepare_attn")):
+    prepares = ("_get_slot_mappings", "prepare_attn")
+    for owner, prepare in zip((worker_side.WorkerSideV1, worker_side.WorkerSideV2), prepares, strict=True):
         _instrument_worker(clocks, owner, ("execute_model", "sample_tokens", prepare))
 
 
@@ -171,6 +172,8 @@ def without_forward(runner: Any) -> None:
         names[:] = runner.input_batch.req_ids
         scheduled = np.array([output.num_scheduled_tokens[name] for name in names], np.int32)
         runner._prepare_inputs(output, scheduled)
+        tokens, requests = output.total_num_scheduled_tokens, len(names)
+        runner._get_slot_mappings(tokens, requests, tokens)
         return None
 
     def sample_tokens(*rest: Any, **options: Any) -> Any:

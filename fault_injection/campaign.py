@@ -23,6 +23,8 @@ CHUNK = 6
 
 VLLM_CHUNK = 9
 """The same for vLLM: a set-up's share of the default campaign, so that its golden runs are made once."""
+SGLANG_CHUNK = 12
+"""The same for SGLang: a set-up's share and its clean runs, so that its templates are made once."""
 JOB_SECONDS_MAX = 900
 Result = TrialResult | CleanResult
 
@@ -30,6 +32,18 @@ Result = TrialResult | CleanResult
 def default_workers() -> int:
     """One process per core that this process may use, eight at most."""
     return max(1, min(8, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1))
+
+
+def prepare_backend(plan: CampaignPlan) -> str:
+    """Make the kernel backend of a plan run in this process and its workers; a line for the user, or nothing.
+
+    The embedded engine keeps its tensors on the CPU, where Triton's kernels run in Triton's interpreter.
+    """
+    if plan.backend != "triton" or plan.engine != "embedded":
+        return ""
+    # Triton reads it when it is imported, which nothing has done yet.
+    os.environ["TRITON_INTERPRET"] = "1"
+    return "the embedded engine runs on the CPU: Triton's interpreter runs the kernels (TRITON_INTERPRET=1)"
 
 
 def run_campaign(
@@ -42,10 +56,16 @@ def run_campaign(
     """Run every trial and clean run; `on_result` sees each in this process as it arrives, in no fixed order.
 
     Results do not depend on the number of workers: each is a function of its own plan alone. `engine_log`: where what
-    vLLM prints goes, None for nowhere.
+    vLLM or SGLang prints goes, None for nowhere.
     """
+    prepare_backend(plan)
     results = CampaignResults()
-    found = _vllm_results(plan, workers, engine_log) if plan.engine == "vllm" else _results(plan, workers)
+    if plan.engine == "vllm":
+        found = _vllm_results(plan, workers, engine_log)
+    elif plan.engine == "sglang":
+        found = _sglang_results(plan, workers, engine_log)
+    else:
+        found = _results(plan, workers)
     for result in found:
         if isinstance(result, TrialResult):
             results.trials.append(result)
@@ -60,7 +80,8 @@ def run_campaign(
 def _results(plan: CampaignPlan, workers: int) -> Iterator[Result]:
     # Work on the same storage cell goes to the same worker in one go, so that golden runs are shared.
     trials = sorted(
-        plan.trials, key=lambda t: (t.cell.weights, t.cell.kv_dtype, t.cell.page_size, t.traffic_seed, t.index)
+        plan.trials,
+        key=lambda t: (t.cell.phases, t.cell.weights, t.cell.kv_dtype, t.cell.page_size, t.traffic_seed, t.index),
     )
     jobs: list[TrialPlan | CleanPlan] = [*trials, *plan.clean_runs]
     chunks = [jobs[start : start + CHUNK] for start in range(0, len(jobs), CHUNK)]
@@ -80,12 +101,7 @@ def _vllm_results(plan: CampaignPlan, workers: int, engine_log: Path | None) -> 
 
     vLLM never runs in this process: it prints on standard output, which is the campaign's.
     """
-    setups: dict[tuple[str, ...], list[TrialPlan | CleanPlan]] = {}
-    everything: list[TrialPlan | CleanPlan] = [*plan.trials, *plan.clean_runs]
-    for job in everything:
-        setup = job.cell if isinstance(job, TrialPlan) else job
-        name = (setup.runner, setup.scheduling, setup.kv_dtype, setup.weights, str(setup.page_size))
-        setups.setdefault(name, []).append(job)
+    setups = _by_setup(plan)
     context = multiprocessing.get_context("spawn")
     for runner in sorted({name[0] for name in setups}):
         chunks = [
@@ -97,10 +113,37 @@ def _vllm_results(plan: CampaignPlan, workers: int, engine_log: Path | None) -> 
         executor = ProcessPoolExecutor(
             max_workers=min(workers, len(chunks)),
             mp_context=context,
-            initializer=_prepare_vllm_worker,
+            initializer=_prepare_engine_worker,
             initargs=(engine_log,),
         )
         yield from _collect(plan, executor, chunks)
+
+
+def _sglang_results(plan: CampaignPlan, workers: int, engine_log: Path | None) -> Iterator[Result]:
+    """Work on one set-up shares live engines, which are forks of the worker: see `targets/sglang_templates.py`."""
+    chunks = [
+        jobs[start : start + SGLANG_CHUNK]
+        for jobs in _by_setup(plan).values()
+        for start in range(0, len(jobs), SGLANG_CHUNK)
+    ]
+    executor = ProcessPoolExecutor(
+        max_workers=max(1, min(workers, len(chunks))),
+        mp_context=multiprocessing.get_context("spawn"),
+        initializer=_prepare_engine_worker,
+        initargs=(engine_log,),
+    )
+    yield from _collect(plan, executor, chunks)
+
+
+def _by_setup(plan: CampaignPlan) -> dict[tuple[str, ...], list[TrialPlan | CleanPlan]]:
+    """All work, by the set-up of a real engine that it goes to: (runner, scheduling, KV dtype, weights, page size)."""
+    setups: dict[tuple[str, ...], list[TrialPlan | CleanPlan]] = {}
+    everything: list[TrialPlan | CleanPlan] = [*plan.trials, *plan.clean_runs]
+    for job in everything:
+        setup = job.cell if isinstance(job, TrialPlan) else job
+        name = (setup.runner, setup.scheduling, setup.kv_dtype, setup.weights, str(setup.page_size))
+        setups.setdefault(name, []).append(job)
+    return setups
 
 
 def _collect(
@@ -131,8 +174,8 @@ def _prepare_worker() -> None:
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"), logger_factory=_silent)
 
 
-def _prepare_vllm_worker(engine_log: Path | None) -> None:
-    """As above, and what vLLM prints goes to the log."""
+def _prepare_engine_worker(engine_log: Path | None) -> None:
+    """As above, and what the real engine prints goes to the log."""
     target = os.open(engine_log or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -24,7 +24,8 @@ def campaign(
     trials: Annotated[
         int | None,
         typer.Option(
-            help="Trials in all, dealt evenly over the cells. Default: 216; in vLLM 84, with smollm2 14.",
+            help="Trials in all, dealt evenly over the cells. Default: 216 and 86 of two phases, smollm2 18; in vLLM "
+            "84 and 14, in SGLang 96 and 16.",
             min=1,
             show_default=False,
         ),
@@ -32,31 +33,41 @@ def campaign(
     clean_runs: Annotated[
         int | None,
         typer.Option(
-            help="Runs without a fault, in which nothing may be flagged. Default: 54; in vLLM 24, with smollm2 4.",
+            help="Runs without a fault, in which nothing may be flagged. Default: 54 and 18 of two phases, smollm2 6; "
+            "in vLLM 24 and 4, in SGLang 24 and 4.",
             min=0,
             show_default=False,
         ),
     ] = None,
-    fault: Annotated[str, typer.Option(help="NAME[,NAME] or all.")] = "all",
+    fault: Annotated[
+        str, typer.Option(help="NAME[,NAME] or all; `writes`: those of where a step writes; `keys`: of cache keys.")
+    ] = "all",
     engine: Annotated[
-        str, typer.Option(help="Engine that the faults go into: embedded, or vllm (a real vLLM, in process).")
+        str, typer.Option(help="Engine that the faults go into: embedded, vllm or sglang (the real ones, in process).")
     ] = "embedded",
     model: Annotated[
         str | None,
         typer.Option(
-            help="recall (default), or a folder with a Hugging Face Llama checkpoint; in vLLM tiny (default), smollm2 "
-            "or such a folder.",
+            help="recall (default), smollm2, or a folder with a Hugging Face Llama checkpoint; in vLLM and SGLang tiny "
+            "(default), smollm2 or such a folder.",
             show_default=False,
         ),
     ] = None,
-    backend: Annotated[str, typer.Option(help="Kernel backend of the guard: torch or numpy.")] = "torch",
+    backend: Annotated[str, typer.Option(help="Kernel backend of the guard: torch, numpy or triton.")] = "torch",
     kv_dtype: Annotated[str, typer.Option(help="NAME[,NAME] or all: fp32, bf16, fp8_e4m3 (or fp8), fp8_e5m2.")] = "all",
     weights: Annotated[str, typer.Option(help="NAME[,NAME] or all: fp32, bf16, int4.")] = "all",
     page_size: Annotated[
-        str, typer.Option(help="N[,N] or all: tokens in a page, 1 to 64; in vLLM a multiple of 32.")
+        str,
+        typer.Option(help="N[,N] or all: tokens in a page, 1 to 64; in vLLM a multiple of 32, in SGLang a power of 2."),
     ] = "all",
     runner: Annotated[str, typer.Option(help="vLLM's model runner: v1, v2 or all.")] = "all",
-    scheduling: Annotated[str, typer.Option(help="vLLM's scheduling: sync, async or all.")] = "all",
+    scheduling: Annotated[
+        str, typer.Option(help="vLLM's scheduling: sync, async or all; SGLang's loop: normal, overlap or all.")
+    ] = "all",
+    phases: Annotated[
+        str,
+        typer.Option(help="single: one engine; pd: a prefill and a decode worker with a KV hand-over; all: both."),
+    ] = "all",
     as_json: Annotated[
         bool, typer.Option("--json", help="Print results.json on standard output, nothing else.")
     ] = False,
@@ -89,6 +100,7 @@ def campaign(
             page_size=page_size,
             runner=runner,
             scheduling=scheduling,
+            phases=phases,
         )
         raise typer.Exit(_campaign(make_plan(options), runs_dir, workers, as_json))
     except (RunFolderError, UsageError) as error:
@@ -109,7 +121,7 @@ def _campaign(plan: CampaignPlan, runs_dir: Path, workers: int, as_json: bool) -
 
     import jinja2  # noqa: F401  (the report needs it: better to learn of that now than after the last trial)
 
-    from kvguard.fault_injection.campaign import Result, default_workers, run_campaign
+    from kvguard.fault_injection.campaign import Result, default_workers, prepare_backend, run_campaign
     from kvguard.fault_injection.html_report import report_html
     from kvguard.fault_injection.junit import junit_xml
     from kvguard.fault_injection.results import results_json
@@ -134,6 +146,8 @@ def _campaign(plan: CampaignPlan, runs_dir: Path, workers: int, as_json: bool) -
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), signal.default_int_handler)
     try:
+        if said := prepare_backend(plan):
+            typer.echo(f"kvguard campaign: {said}", err=True)
         folder.write(PLAN, plan_toml(plan))
         with Progress(total) as advance:
 
@@ -209,6 +223,7 @@ def _meta(plan: CampaignPlan, wall_s: float) -> dict[str, Any]:
         "kvguard": __version__,
         "python": platform.python_version(),
         "wall_s": round(wall_s, 1),
+        "left_out": list(plan.left_out),
     }
 
 
@@ -218,8 +233,9 @@ def _replay(index: int, folder: Path, as_json: bool) -> int:
 
     from kvguard.config import GuardConfig
     from kvguard.fault_injection.campaign import run_campaign
-    from kvguard.fault_injection.options import check_embedded_model, check_vllm
+    from kvguard.fault_injection.options import check_backend_runs, check_embedded_model, check_vllm
     from kvguard.fault_injection.run_folder import read_plan
+    from kvguard.fault_injection.sglang_options import check_sglang
     from kvguard.fault_injection.terminal import trial_line
 
     GuardConfig.load()
@@ -230,8 +246,11 @@ def _replay(index: int, folder: Path, as_json: bool) -> int:
     alone = replace(plan, trials=(trial,), clean_runs=())
     if plan.engine == "vllm":
         check_vllm(alone)
+    elif plan.engine == "sglang":
+        check_sglang(alone)
     else:
         check_embedded_model(plan.model, trial.cell.weights)
+        check_backend_runs(plan.backend)
     result = run_campaign(alone, workers=1).trials[0]
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=2))

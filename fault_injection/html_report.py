@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvguard.fault_injection.faults.transfers import TRANSFER_FAULTS
 from kvguard.fault_injection.junit import clean_shortcomings, history, shortcomings
 from kvguard.fault_injection.plan import KV_DTYPES, SCHEDULINGS, UNSUPPORTED, WEIGHTS, Cell
 from kvguard.fault_injection.results import DETECTED, MISSED, CampaignResults, Leak, Tally, TrialResult
 from kvguard.fault_injection.results import UNSUPPORTED as UNSUPPORTED_OUTCOME
+from kvguard.fault_injection.sglang_plan import SGLANG_UNSUPPORTED
+from kvguard.fault_injection.targets.vllm_writes import NOT_IN_VLLM, VLLM_WRITE_FAULTS
 
 TEMPLATES = Path(__file__).parent / "templates"
 LEAKS_SHOWN_MAX, LEAKS_SHOWN_MIN = 5, 3
@@ -293,8 +296,8 @@ _Row = tuple[str, str, str]
 
 
 def _row(cell: Cell) -> _Row:
-    """What a row of the grid stands for: vLLM's runner and scheduling, if any, and the KV dtype."""
-    return cell.runner, cell.scheduling, cell.kv_dtype
+    """What a row of the grid stands for: vLLM's runner, scheduling, or two phases, if any, and the KV dtype."""
+    return cell.runner or ("P/D" if cell.phases == "pd" else ""), cell.scheduling, cell.kv_dtype
 
 
 def _grid(trials: Sequence[TrialResult]) -> dict[str, Any]:
@@ -354,7 +357,13 @@ def _bars(counts: Sequence[tuple[str, int]]) -> list[Bar]:
 def _left_out(trials: Sequence[TrialResult]) -> list[tuple[str, str, str]]:
     """(fault, proofs, reason) of combinations that prove nothing, of the faults that were tried here."""
     faults = {trial.cell.fault for trial in trials}
-    left_out = {pair: reason for pair, reason in UNSUPPORTED.items() if pair[0] in faults}
+    in_sglang = any(trial.cell.engine == "sglang" for trial in trials)
+    known = SGLANG_UNSUPPORTED if in_sglang else UNSUPPORTED
+    left_out = {pair: reason for pair, reason in known.items() if pair[0] in faults}
+    if any(trial.cell.phases == "pd" for trial in trials):
+        left_out |= {(name, "any"): fault.uncovered for name, fault in TRANSFER_FAULTS.items() if fault.uncovered}
+    if any(trial.cell.engine == "vllm" and trial.cell.fault in VLLM_WRITE_FAULTS for trial in trials):
+        left_out |= {(name, "any"): reason for name, reason in NOT_IN_VLLM.items()}
     for trial in trials:
         if trial.outcome == UNSUPPORTED_OUTCOME and (trial.cell.fault, trial.cell.proofs) not in left_out:
             left_out[trial.cell.fault, trial.cell.proofs] = trial.reason

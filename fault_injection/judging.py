@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvguard.fault_injection.faults.pages import Injection
+from kvguard.fault_injection.key_plan import KEYS
 from kvguard.fault_injection.plan import CleanPlan, TrialPlan
 from kvguard.fault_injection.results import (
     DETECTED,
@@ -14,8 +15,21 @@ from kvguard.fault_injection.results import (
     TrialResult,
 )
 from kvguard.fault_injection.runs import Run, TrialRuns
+from kvguard.fault_injection.write_plan import WRITES
 from kvguard.report import report_text
 from kvguard.violation import Action
+
+WRITER_COUNTS = (
+    "accepted_drafts",
+    "rejected_drafts",
+    "partly_written",
+    "padding_lanes",
+    "dummy_batches",
+    "window_pages_passed",
+)
+"""Habits that write where a careless check would not expect it: see `Counts`."""
+STORE_COUNTS = ("store_hits", "weight_updates")
+"""What runs of the traffic of cache keys contained besides."""
 
 
 def judge_trial(plan: TrialPlan, runs: TrialRuns) -> TrialResult:
@@ -27,7 +41,7 @@ def judge_trial(plan: TrialPlan, runs: TrialRuns) -> TrialResult:
     aborted = {v.request: v for v in on.violations if v.action is Action.ABORTED and v.request is not None}
     affected = _affected(on)
     # A refusal proves something only about the page that was broken, or the request that it was broken for.
-    concerned = {injection.page}
+    concerned = {injection.page, *injection.pages}
     refused = [v for v in on.violations if v.action is Action.REFUSED and v.page in concerned]
     strays = [v for v in on.violations if v.action is Action.REFUSED and v.page not in concerned]
 
@@ -45,6 +59,10 @@ def judge_trial(plan: TrialPlan, runs: TrialRuns) -> TrialResult:
         late += sum(step >= on.live_step for step in on.emitted[name])
         # What the client got before must be what it would have got anyway.
         late += kept != golden.outputs[name][0][: len(kept)]
+    for name in on.involved & set(aborted) - affected:
+        kept = on.outputs[name][0]
+        late += kept != golden.outputs[name][0][: len(kept)]
+    needless = set(aborted) - affected - on.involved
     if on.guard_trouble or on.crash:
         outcome, reason = MISSED, on.guard_trouble or on.crash
     elif on.live_step < 0 and not refused:
@@ -70,7 +88,7 @@ def judge_trial(plan: TrialPlan, runs: TrialRuns) -> TrialResult:
         aborted=tuple(sorted(aborted)),
         tokens_after_fault=late,
         bystanders_changed=tuple(sorted(changed)),
-        false_positives=(*sorted(set(aborted) - affected), *(f"{v.kind} of page {v.page}" for v in strays)),
+        false_positives=(*sorted(needless), *(f"{v.kind} of page {v.page}" for v in strays)),
         leak=_leak(injection, golden, off, on, runs),
         report=report_text(on.violations[0]) if on.violations else "",
     )
@@ -129,11 +147,14 @@ def _leak(injection: Injection, golden: Run, off: Run, on: Run, runs: TrialRuns)
 
 def judge_clean(plan: CleanPlan, golden: Run, run: Run) -> CleanResult:
     """Healthy traffic with the guard on (`run`) against the same with the guard off (`golden`)."""
+    besides = {WRITES: WRITER_COUNTS, KEYS: STORE_COUNTS}
     return CleanResult(
         index=plan.index,
         engine=plan.engine,
         runner=plan.runner,
         scheduling=plan.scheduling,
+        phases=plan.phases,
+        hand_overs=run.hand_overs,
         kv_dtype=plan.kv_dtype,
         weights=plan.weights,
         page_size=plan.page_size,
@@ -147,6 +168,7 @@ def judge_clean(plan: CleanPlan, golden: Run, run: Run) -> CleanResult:
         promised_hits=run.counts.promised_hits,
         client_aborts=run.counts.client_aborts,
         steps=run.counts.steps,
+        writers={name: getattr(run.counts, name) for name in besides.get(plan.traffic, ())},
     )
 
 

@@ -65,7 +65,7 @@ def junit_xml(results: CampaignResults) -> str:
     for fault, _, _ in results.by_fault():
         by_fault.setdefault(fault, [])
     for trial in results.trials:
-        by_fault[trial.cell.fault].append(trial)
+        by_fault[trial.cell.fault_label].append(trial)
     for fault, trials in by_fault.items():
         suite = _suite(root, fault)
         for trial in trials:
@@ -103,7 +103,7 @@ def _add_trial(suite: ET.Element, trial: TrialResult) -> None:
     case = _case(
         suite,
         f"campaign.{cell.engine}.{cell.fault}",
-        f"{_vllm_part(cell)}kv={cell.kv_dtype}-w={cell.weights}-page={cell.page_size}-proofs={cell.proofs}"
+        f"{_setup_part(cell)}kv={cell.kv_dtype}-w={cell.weights}-page={cell.page_size}-proofs={cell.proofs}"
         f"-trial={trial.index}",
     )
     found = shortcomings(trial)
@@ -138,14 +138,17 @@ def history(trial: TrialResult) -> str:
     return f"step {trial.injected_step}: {trial.description or 'injected'}; {live}; {noticed}"
 
 
-def _vllm_part(item: Cell | CleanResult) -> str:
-    """`runner=v2-sched=async-` for what ran in vLLM."""
-    return f"runner={item.runner}-sched={item.scheduling}-" if item.runner else ""
+def _setup_part(item: Cell | CleanResult) -> str:
+    """`runner=v2-sched=async-` in vLLM, `sched=overlap-` in SGLang, `phases=pd-` for a prefill and a decode worker."""
+    if item.phases != "single":
+        return f"phases={item.phases}-"
+    runner = f"runner={item.runner}-" if item.runner else ""
+    return f"{runner}sched={item.scheduling}-" if item.scheduling else ""
 
 
 def _add_clean(suite: ET.Element, results: CampaignResults) -> None:
     for run in results.clean:
-        name = f"{_vllm_part(run)}kv={run.kv_dtype}-w={run.weights}-page={run.page_size}-run={run.index}"
+        name = f"{_setup_part(run)}kv={run.kv_dtype}-w={run.weights}-page={run.page_size}-run={run.index}"
         case = _case(suite, "campaign.clean", name)
         found = clean_shortcomings(run)
         if found:

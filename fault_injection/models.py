@@ -15,6 +15,8 @@ from typing import Any, Literal
 Weights = Literal["bf16", "int4"]
 CACHE_VARIABLE = "KVGUARD_TEST_CACHE"  # under the prefix that kvguard's configuration leaves alone
 STAMP = "kvguard-model.stamp"
+SMOLLM2 = "smollm2"
+"""How campaigns name it."""
 
 
 def cache_folder() -> Path:

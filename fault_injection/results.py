@@ -94,6 +94,10 @@ class CleanResult:
     engine: str = "embedded"
     runner: str = ""
     scheduling: str = ""
+    phases: str = "single"
+    hand_overs: int = 0
+    writers: dict[str, int] = field(default_factory=dict)
+    """What a run of mixed traffic contained besides: see `judging.WRITER_COUNTS`."""
 
     @property
     def clean(self) -> bool:
@@ -196,13 +200,26 @@ class CampaignResults:
         """Counts per fault and set of proofs: the table that is printed."""
         tallies: dict[tuple[str, str], Tally] = {}
         for trial in sorted(self.trials, key=lambda trial: cell_order(trial.cell)):
-            tallies.setdefault((trial.cell.fault, trial.cell.proofs), Tally()).add(trial)
+            tallies.setdefault((trial.cell.fault_label, trial.cell.proofs), Tally()).add(trial)
         return [(fault, proofs, tally) for (fault, proofs), tally in tallies.items()]
 
     def clean_counts(self) -> dict[str, int]:
         """What the clean runs contained, summed; a zero means that they prove less than they seem to."""
-        names = ("preemptions", "evictions", "prefix_hits", "promised_hits", "client_aborts", "steps")
-        return {name: sum(getattr(run, name) for run in self.clean) for name in names}
+        names: tuple[str, ...] = (
+            "preemptions",
+            "evictions",
+            "prefix_hits",
+            "promised_hits",
+            "client_aborts",
+            "steps",
+        )
+        if any(run.phases == "pd" for run in self.clean):
+            names += ("hand_overs",)
+        counts = {name: sum(getattr(run, name) for run in self.clean) for name in names}
+        for run in self.clean:
+            for name, count in run.writers.items():
+                counts[name] = counts.get(name, 0) + count
+        return counts
 
     def empty_clean_counts(self) -> list[str]:
         """Names of the counts above that must not be zero and are; a handful of runs need not contain everything."""
@@ -219,8 +236,14 @@ class CampaignResults:
 
 def cell_order(cell: Cell) -> tuple[Any, ...]:
     """Sorting key: fault in the order of the report, then proofs, storage, page size."""
+    from kvguard.fault_injection.faults.keys import KEY_FAULTS
     from kvguard.fault_injection.faults.pages import PAGE_FAULTS
-    from kvguard.fault_injection.plan import KV_DTYPES, PROOF_SETS, SCHEDULINGS, WEIGHTS
+    from kvguard.fault_injection.faults.transfers import TRANSFER_FAULTS
+    from kvguard.fault_injection.faults.trees import TREE_FAULTS
+    from kvguard.fault_injection.faults.writes import WRITE_FAULTS
+    from kvguard.fault_injection.phases_plan import PHASE_PROOF_SETS
+    from kvguard.fault_injection.plan import KV_DTYPES, PHASES, SCHEDULINGS, WEIGHTS
+    from kvguard.fault_injection.targets.vllm_writes import VLLM_WRITE_FAULTS
 
     def place(names: Iterable[str], name: str) -> int:
         names = list(names)
@@ -228,8 +251,11 @@ def cell_order(cell: Cell) -> tuple[Any, ...]:
 
     return (
         cell.engine,
-        place(PAGE_FAULTS, cell.fault),
-        place(PROOF_SETS, cell.proofs),
+        place(PHASES, cell.phases),
+        place(
+            (*PAGE_FAULTS, *TREE_FAULTS, *WRITE_FAULTS, *VLLM_WRITE_FAULTS, *KEY_FAULTS, *TRANSFER_FAULTS), cell.fault
+        ),
+        place((*PHASE_PROOF_SETS, "write_slot", "content_key"), cell.proofs),
         place(KV_DTYPES, cell.kv_dtype),
         place(WEIGHTS, cell.weights),
         cell.page_size,
@@ -247,8 +273,20 @@ def results_json(results: CampaignResults, meta: dict[str, Any]) -> dict[str, An
         **meta,
         "clean_runs_contained": results.clean_counts(),
         "by_proofs": _by_proofs(results),
+        "by_phases": _by_phases(results),
         "cells": [{**asdict(cell), **tally.to_json()} for cell, tally in cells],
     }
+
+
+def _by_phases(results: CampaignResults) -> dict[str, Any]:
+    """`single`, `pd_after`: page faults in a decode worker after a hand-over, `pd_during`: faults of the hand-over."""
+    from kvguard.fault_injection.faults.transfers import TRANSFER_FAULTS
+
+    tallies: dict[str, Tally] = {}
+    for trial in results.trials:
+        kind = "pd_during" if trial.cell.fault in TRANSFER_FAULTS else "pd_after"
+        tallies.setdefault("single" if trial.cell.phases == "single" else kind, Tally()).add(trial)
+    return {kind: tally.to_json() for kind, tally in tallies.items()}
 
 
 def _by_proofs(results: CampaignResults) -> dict[str, Any]:

@@ -13,13 +13,22 @@ import json
 import os
 import sys
 import time
+from collections.abc import Container
 from pathlib import Path
 from typing import IO, Any
 
+from kvguard.fault_injection.faults.keys import KEY_FAULTS
 from kvguard.fault_injection.faults.pages import PAGE_FAULTS
+from kvguard.fault_injection.faults.transfers import TRANSFER_FAULTS
+from kvguard.fault_injection.faults.write_fault import WRITE_PROOF_SETS
+from kvguard.fault_injection.faults.writes import WRITE_FAULTS
+from kvguard.fault_injection.key_plan import KEY_PROOF_SETS, KEYS
+from kvguard.fault_injection.phases_plan import PHASE_PROOF_SETS
 from kvguard.fault_injection.plan import (
     ENGINES,
     KV_DTYPES,
+    LEVEL,
+    PHASES,
     PROOF_SETS,
     RUNNERS,
     SCHEDULINGS,
@@ -29,12 +38,14 @@ from kvguard.fault_injection.plan import (
     CleanPlan,
     TrialPlan,
 )
+from kvguard.fault_injection.sglang_plan import LOOPS, SGLANG_FAULTS, SGLANG_WRITE_FAULTS
+from kvguard.fault_injection.targets.vllm_writes import VLLM_WRITE_FAULTS
 
 LATEST = "latest"
 PLAN, HISTORY, RESULTS, REPORT, JUNIT = "plan.toml", "history.jsonl", "results.json", "report.html", "junit.xml"
 FAILURE = "failure.txt"
 ENGINE_LOG = "engine.log"
-"""What vLLM printed; only its campaigns have it."""
+"""What vLLM or SGLang printed; only their campaigns have it."""
 
 
 class RunFolderError(RuntimeError):
@@ -144,6 +155,7 @@ def plan_toml(plan: CampaignPlan) -> str:
         f"engine = {json.dumps(plan.engine)}",
         f"model = {json.dumps(plan.model)}",
         f"backend = {json.dumps(plan.backend)}",
+        *([f"left_out = {json.dumps(list(plan.left_out))}"] if plan.left_out else []),
     ]
     for trial in plan.trials:
         cell = trial.cell
@@ -160,7 +172,8 @@ def plan_toml(plan: CampaignPlan) -> str:
             f"level = {json.dumps(cell.level)}",
             f"traffic_seed = {trial.traffic_seed}",
             f"fault_seed = {trial.fault_seed}",
-            *_vllm_lines(cell),
+            *([f"phases = {json.dumps(cell.phases)}"] if cell.phases != "single" else []),
+            *_setup_lines(cell),
         ]
     for run in plan.clean_runs:
         lines += [
@@ -172,13 +185,15 @@ def plan_toml(plan: CampaignPlan) -> str:
             f"page_size = {run.page_size}",
             f"traffic_seed = {run.traffic_seed}",
             *([f"engine = {json.dumps(run.engine)}"] if run.engine != "embedded" else []),
-            *_vllm_lines(run),
+            *([f"phases = {json.dumps(run.phases)}"] if run.phases != "single" else []),
+            *([f"traffic = {json.dumps(run.traffic)}"] if run.traffic else []),
+            *_setup_lines(run),
         ]
     return "\n".join(lines) + "\n"
 
 
-def _vllm_lines(item: Cell | CleanPlan) -> list[str]:
-    """What only cells of vLLM have."""
+def _setup_lines(item: Cell | CleanPlan) -> list[str]:
+    """What only cells of vLLM and SGLang have."""
     names = ("runner", "scheduling")
     return [f"{name} = {json.dumps(getattr(item, name))}" for name in names if getattr(item, name)]
 
@@ -207,6 +222,7 @@ def read_plan(folder: Path) -> CampaignPlan:
             backend=data["backend"],
             trials=trials,
             clean_runs=clean,
+            left_out=tuple(data.get("left_out", ())),
         )
         _check_plan(plan)
         return plan
@@ -218,7 +234,7 @@ def read_plan(folder: Path) -> CampaignPlan:
 
 def _cell(item: dict[str, Any]) -> Cell:
     """The cell of a plan's trial; KeyError for what is missing and has no other engine's default."""
-    optional = ("runner", "scheduling")
+    optional = ("runner", "scheduling", "phases")
     return Cell(**{key: item[key] for key in Cell.__dataclass_fields__ if key in item or key not in optional})
 
 
@@ -231,15 +247,30 @@ def _check_plan(plan: CampaignPlan) -> None:
         raise ValueError(f"model {plan.model!r} is no name")
     for trial in plan.trials:
         cell = trial.cell
-        on_vllm = cell.engine == "vllm"
+        on_vllm, is_pd = cell.engine == "vllm", cell.phases == "pd"
+        in_sglang = cell.engine == "sglang"
+        misled: dict[str, Container[str]] = {
+            "embedded": () if is_pd else WRITE_FAULTS,
+            "vllm": VLLM_WRITE_FAULTS,
+            "sglang": SGLANG_WRITE_FAULTS,
+        }
+        writes = misled.get(cell.engine, ())
+        keyed = cell.fault in KEY_FAULTS and cell.engine == "embedded" and not is_pd
+        faults = SGLANG_FAULTS if in_sglang else (*PAGE_FAULTS, *(TRANSFER_FAULTS if is_pd else ()))
+        proof_sets = WRITE_PROOF_SETS if cell.fault in writes else PHASE_PROOF_SETS if is_pd else PROOF_SETS
+        if keyed:
+            proof_sets = KEY_PROOF_SETS
+        schedulings = SCHEDULINGS if on_vllm else LOOPS if in_sglang else ("",)
         for what, value, valid in (
             ("engine", cell.engine, ENGINES),
             ("runner", cell.runner, RUNNERS if on_vllm else ("",)),
-            ("scheduling", cell.scheduling, SCHEDULINGS if on_vllm else ("",)),
-            ("fault", cell.fault, tuple(PAGE_FAULTS)),
+            ("scheduling", cell.scheduling, schedulings),
+            ("phases", cell.phases, PHASES[:1] if on_vllm or in_sglang else PHASES),
+            ("fault", cell.fault, KEY_FAULTS if keyed else writes if cell.fault in writes else faults),
+            ("level", cell.level, (KEYS,) if keyed else (LEVEL,)),
             ("kv_dtype", cell.kv_dtype, KV_DTYPES),
             ("weights", cell.weights, WEIGHTS),
-            ("proofs", cell.proofs, PROOF_SETS),
+            ("proofs", cell.proofs, proof_sets),
             ("page_size", cell.page_size, range(32, 129, 32) if on_vllm else range(1, 65)),
         ):
             if value not in valid:

@@ -16,9 +16,14 @@ MAX_STEPS = 300
 EARLY_STEPS, LATE_STEPS = range(3, 7), range(5, 13)
 """When a fault is first tried: early enough that somebody still arrives after it, where it needs that."""
 PROOFS = {
-    "all": frozenset(Proof),
+    "all": frozenset(Proof) - {Proof.CONTENT_KEY},
+    "tags": frozenset(Proof) - {Proof.CONTENT_KEY},
+    "keys": frozenset(Proof),
+    "content_key": frozenset({Proof.CONTENT_KEY}),
     "tag": frozenset({Proof.TAG}),
     "control_plane": frozenset({Proof.CONTROL_PLANE}),
+    "transfer": frozenset({Proof.TRANSFER}),
+    "write_slot": frozenset({Proof.WRITE_SLOT}),
     "none": frozenset[Proof](),
 }
 
@@ -30,9 +35,12 @@ class Run:
     outputs      request -> (token ids, error)
     emitted      request -> step of each token: the forward that computed it
     ended_step   request -> step with whose tokens it was over
+    involved     requests that may be aborted: they took the bad page from a cache that names it twice, for what its new
+                 holder wrote
     promised_adoptions  (step, reader, writer): the reader took a page that the writer was to write in that very step
     guard_trouble  why the guard of this run proves nothing: it failed, or steps went unverified; "" if it is sound
     crash        what stopped the engine, "" if it came to its end
+    hand_overs   requests that a decode worker took over from a prefill worker
     """
 
     outputs: dict[str, tuple[tuple[int, ...], str | None]] = field(default_factory=dict)
@@ -45,7 +53,9 @@ class Run:
     live_step: int = -1
     detected_step: int = -1
     affected: frozenset[str] = frozenset()
+    involved: frozenset[str] = frozenset()
     counts: Counts = field(default_factory=Counts)
+    hand_overs: int = 0
     guard_trouble: str = ""
     crash: str = ""
 

@@ -6,7 +6,7 @@ memory, as a slip in the engine would.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -44,6 +44,22 @@ class WaitingRequest:
     id: str
     prefix_keys: tuple[CacheKey, ...]
     fits: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepToken:
+    """One token of the forward about to run.
+
+    index     its place in the step's tensors; request: whose it is, None in padding and in a dummy batch
+    position  its place in its request, from 0; is_draft: a guess, which the forward verifies
+    slot      where it is going to be written: page * page_size + offset, or negative
+    """
+
+    index: int
+    request: str | None
+    position: int
+    slot: int
+    is_draft: bool = False
 
 
 class PageTarget(Protocol):
@@ -99,3 +115,29 @@ class PageTarget(Protocol):
 
     def point_cache_entry(self, key: CacheKey, page: int | None) -> None:
         """The prefix cache maps the key to the page (None: to nothing), and nothing else changes."""
+
+
+class WriteTarget(PageTarget, Protocol):
+    """An engine whose writes can be misled right before a forward, when its tensors are final.
+
+    The calls of `PageTarget` speak of the same pool of pages as those below.
+    """
+
+    def tokens(self) -> Sequence[StepToken]:
+        """The tokens of the forward about to run, padding included, in the order of its tensors."""
+
+    def write_slots(self, slots: Mapping[int, int]) -> None:
+        """Overwrite where tokens are written: index -> slot."""
+
+    def last_slots(self) -> tuple[int, ...]:
+        """The slots of the last forward that served requests, padding included; () before it."""
+
+    def windowed(self) -> WriteTarget | None:
+        """The same for the pool of windowed layers; None if there are none. Pages outside the window are the null page.
+
+        How many tokens a window holds is in `window`.
+        """
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that attention over this pool sees; None: all."""

@@ -16,7 +16,7 @@ from kvguard.fault_injection.html_report import telling_leaks
 from kvguard.fault_injection.junit import shortcomings
 from kvguard.fault_injection.results import CampaignResults, TrialResult
 
-TABLE_COLUMNS = 132
+TABLE_COLUMNS = 133
 COMPACT_COLUMNS = 80
 POTENT_SHARE = 0.6
 
@@ -77,6 +77,8 @@ def show_results(results: CampaignResults, data: dict[str, Any], folder: Path) -
         f"{data['detected']} of {data['trials']} trials detected, {data['potent']} changed output with the guard off; "
         f"miss rate below {data['miss_rate_upper_95']:.2%} (95 %)."
     )
+    for reason in data.get("left_out", ()):
+        console.print(f"[yellow]Not run on this machine[/yellow]: {reason}.", highlight=False)
     if data["trials"] and data["potent"] < POTENT_SHARE * data["trials"]:
         console.print("[yellow]Few faults changed any output with the guard off: this model shows little.[/yellow]")
     for trial in results.trials:
@@ -105,6 +107,10 @@ def _show_leak(console: Console, results: CampaignResults) -> None:
     storage = f"{cell.kv_dtype} KV, {cell.weights} weights, pages of {cell.page_size}"
     if cell.runner:
         storage += f", vLLM runner {cell.runner}, {cell.scheduling}"
+    elif cell.scheduling:
+        storage += f", SGLang's {cell.scheduling} loop"
+    if cell.phases == "pd":
+        storage += ", prefill and decode worker"
     console.print(f"\nTrial {trial.index}, {cell.fault}, {storage}: what request {leak.victim}'s client sees")
     for label, text in lines:
         if text:
@@ -114,7 +120,9 @@ def _show_leak(console: Console, results: CampaignResults) -> None:
 def trial_line(trial: TrialResult) -> str:
     """One trial in one line: its cell, and what is missing from its proof."""
     cell = trial.cell
-    setup = f"runner={cell.runner} scheduling={cell.scheduling} " if cell.runner else ""
+    setup = f"runner={cell.runner} " if cell.runner else ""
+    setup += f"scheduling={cell.scheduling} " if cell.scheduling else ""
+    setup += f"phases={cell.phases} " if cell.phases != "single" else ""
     return (
         f"trial {trial.index} {cell.fault} {setup}kv={cell.kv_dtype} weights={cell.weights} page_size={cell.page_size} "
         f"proofs={cell.proofs}: {'; '.join(shortcomings(trial)) or trial.outcome}"

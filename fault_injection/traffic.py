@@ -9,10 +9,15 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from kvguard.fault_injection.engine.engine import Engine
 from kvguard.fault_injection.engine.recall.tokenizer import encode
 from kvguard.fault_injection.engine.scheduler import Request
+
+if TYPE_CHECKING:
+    # Traffic goes to engines of other people too, which need not have PyTorch.
+    from kvguard.fault_injection.engine.engine import Engine
 
 _NAMES = ("Vera Okafor", "Jon Aaltonen", "Mia Castellan", "Ravi Deshpande", "Lena Fuchs", "Omar Haddad", "Zoe Quirke")
 _THINGS = ("insulin 40 units", "a blue bicycle", "the spare vault key", "two first-class seats", "a refund of 310 EUR")
@@ -58,6 +63,33 @@ def recall_prompt(rng: random.Random, text: str) -> tuple[int, ...]:
 
 
 PromptMaker = Callable[[random.Random, str], tuple[int, ...]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prompts:
+    """How traffic becomes token ids, and back where that can be read. `recites` as in PageTarget."""
+
+    make: PromptMaker
+    text: Callable[[tuple[int, ...]], str] | None = None
+    recites: bool = False
+
+
+def smollm2_prompts(folder: Path) -> Prompts:
+    """For SmolLM2, whose tokenizer lies in `folder` too: it is made to recite a secret that its prompt holds."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def make(rng: random.Random, text: str) -> tuple[int, ...]:
+        del rng
+        # What stands there twice, even a model of this size says a third time, with INT4 weights too.
+        ids = tokenizer.encode(f"Note: {text}\nNote: {text}\nNote:", add_special_tokens=False).ids
+        return tuple(int(token) for token in ids)
+
+    def text(tokens: tuple[int, ...]) -> str:
+        return str(tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    return Prompts(make=make, text=text)
 
 
 def trial_traffic(

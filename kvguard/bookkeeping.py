@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from kvguard.books import UsageError, page_ids
+from kvguard.content_key import ContentKey
 from kvguard.handover import PageHandover, Retired
 from kvguard.page_table import Promise
 from kvguard.requests import RequestState
@@ -77,6 +78,12 @@ class BookKeeping(PageHandover):
         books = self._books
         state = books.state(request)
         self._move_back(state, tokens)
+        if tokens < state.floor:
+            # What the engine takes back itself is computed again in place, also where others have taken the pages.
+            state.floor = tokens - tokens % books.page_size_max
+            books.rows.touch(state)
+            if books.batch is not None:
+                books.batch.floors = None
         for promise in books.open_promises(state):
             if promise.need_tokens > tokens:
                 self._books.settle(promise, kept=False)
@@ -127,32 +134,43 @@ class BookKeeping(PageHandover):
         index = books.index(pool)
         table, state = books.tables[index], books.state(request)
         ledger = state.ledgers[index]
-        page, tag = ledger.page(column), ledger.tag(column)
-        if page < 0 or table.problem_with_page(page) is not None or table.tag(page) != tag:
+        page, tag = ledger.entry(column)
+        record = table.record_under(page, tag)
+        if record is None:
             if self._control:
                 problem = table.problem_with_page(page) or Kind.PUBLISH_UNOWNED
                 return not self._refuse(problem, index, page, request)
             return True
         if state.condemned is not None and not state.observed:
             return False
-        if table.record(page).publication == key:
+        if record.publication == key and not self._contents:
             # Published already, by whoever wrote it: an engine that publishes a whole prefix again changes nothing.
             return True
         size = table.spec.page_size
         if tokens is None and size is None:
             raise UsageError(f"pool {table.spec.name} has no page size: say at how many tokens the page is complete")
         need = tokens if tokens is not None else (column + 1) * int(size or 0)
+        content = self._content_to_publish(state, index, column, page, need) if self._contents else None
+        if isinstance(content, bool):
+            return False
+        if record.publication == key:
+            if content is None or record.content is None or record.content.key == content.key:
+                return True
+            detail = f"the page is published by request {record.content.publisher} for other content"
+            return not self._refuse_content(Kind.PUBLISH_CONTENT, detail, index, page, state, column)
         promise = None
         if state.stalled or need > state.computed:
-            promise = Promise(pool=table.spec.name, page=page, tag=tag, writer=state, need_tokens=need)
+            promise = Promise(table.spec.name, page, tag, state, need)
             self._attach(promise, state)
-        self._revoke(table.record(page).promise)
-        table.publish(page, key, promise, request)
+        if record.promise is not None:
+            self._revoke(record.promise)
+        table.publish(page, key, promise, request, content)
         return True
 
     def _attach(self, promise: Promise, state: RequestState) -> None:
         """An open promise waits with the step in flight that writes it, or with the writer until one is scheduled."""
-        for pending in self._books.pending.values():
+        books = self._books
+        for pending in books.pending.values():
             for row in pending.rows_of(state):
                 same = pending.incarnations[row] == state.incarnation
                 if same and pending.ends[row] >= promise.need_tokens:
@@ -160,7 +178,7 @@ class BookKeeping(PageHandover):
                     pending.promises.append((row, promise))
                     return
         state.promises.append(promise)
-        self._books.marked.add(state)
+        books.marked.add(state)
 
     def adopt(
         self,
@@ -182,18 +200,33 @@ class BookKeeping(PageHandover):
         table, state = books.tables[index], books.state(request)
         ledger = state.ledgers[index]
         accepted = 0
+        own: list[ContentKey] = []
         books.rows.touch(state)
         pages = page_ids([page for _, page in hits])
-        for (key, _), page in zip(hits, pages, strict=True):
+        if self._contents and hits:
+            if state.content is None:
+                self._unidentified(state)
+                if refusable:
+                    return 0
+            own = self._content_of_hits(state, index, len(hits), len(ledger))
+        for place, ((key, _), page) in enumerate(zip(hits, pages, strict=True)):
             problem = table.problem_with_adoption(page, key)
             if problem is None and (table.spec.name, page) in books.quarantine and books.enforcing:
                 break
-            if problem is not None:
-                if refusable and self._control and self._refuse(problem, index, page, request):
+            if problem is not None and refusable and self._control and self._refuse(problem, index, page, request):
+                break
+            wrong = None
+            if self._contents and state.content is not None:
+                expected = own[place] if place < len(own) else None
+                wrong = self._problem_with_content(state, index, len(ledger), page, expected)
+                if wrong is not None and refusable and self._refuse_content(*wrong, index, page, state, len(ledger)):
                     break
+            if problem is not None or (wrong is not None and not refusable and books.enforcing):
                 # The publication it goes by is gone; the ledger holds what was promised then, which the page no longer
-                # carries.
-                ledger.append(page, table.promised_tag(page, key))
+                # carries. Or it is somebody's sound page, but not what this request is made of: no page will do.
+                tag = table.promised_tag(page, key) if problem is not None else table.invent_tag()
+                ledger.append(page, tag)
+                state.adopted.add(tag)
                 accepted += 1
                 continue
             promise = table.record(page).promise
@@ -202,7 +235,9 @@ class BookKeeping(PageHandover):
                 state.depends.append(promise)
                 books.marked.add(state)
             table.adopt(page, request)
-            ledger.append(page, table.tag(page))
+            tag = table.tag(page)
+            ledger.append(page, tag)
+            state.adopted.add(tag)
             accepted += 1
         return accepted
 
@@ -255,4 +290,3 @@ class BookKeeping(PageHandover):
             else:
                 kept.append(promise)
         state.depends = kept
-

@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from kvguard.config import GuardConfig
+from kvguard.content_key import ContentHasher, draw_content_secret
 from kvguard.ledger import Ledger
 from kvguard.page_table import PageTable
 from kvguard.policy import Breaker, Quarantine
@@ -23,6 +24,7 @@ from kvguard.telemetry import Counters, emit
 from kvguard.violation import Action, Kind, Proof, Violation
 
 if TYPE_CHECKING:
+    from kvguard.content_calls import ContentBinding
     from kvguard.page_table import Promise
     from kvguard.steps import Batch, PendingStep
 
@@ -71,7 +73,16 @@ class Books:
         self.config = config
         self.proofs = proofs
         self.checks_tags = Proof.TAG in proofs
+        self.checks_writes = Proof.WRITE_SLOT in proofs
+        self.checks_device = self.checks_tags or self.checks_writes
+        self.page_size_max = max((spec.page_size for spec in pools if spec.page_size), default=1)
         self.key = draw_digest_key(config.seed)
+        shared = config.content_key_secret
+        self.hasher = ContentHasher(
+            draw_content_secret(None if shared is None else shared.get_secret_value(), config.seed)
+        )
+        self.stored: dict[tuple[str, Hashable], ContentBinding] = {}
+        """(pool, the engine's cache key) -> what an external store holds under it."""
         self.tags = TagCounter(config.seed)
         self.recorder = FlightRecorder(config.recorder_events_per_page)
         self.tables = tuple(PageTable(spec, self.tags, self.recorder) for spec in pools)
@@ -107,10 +118,6 @@ class Books:
     def preparing(self) -> int:
         """The step that is being put together: what happens between two steps belongs to the next one."""
         return self.step + 1
-
-    def set_event_step(self, step: int) -> None:
-        """The step under which page events are recorded from now on."""
-        self.recorder.step = step
 
     def index(self, pool: str | None) -> int:
         """The index of a pool by name; None means the only or first one."""
@@ -177,10 +184,24 @@ class Books:
             self.settle(promise, kept=False)
         state.promises.clear()
         state.depends.clear()
+        state.adopted.clear()
         self.rows.touch(state)
 
+    def misused(self, problem: str) -> None:
+        """A call of the adapter made no sense, or was left out; the books are as they were. Count it and say so."""
+        self.counters.adapter_errors += 1
+        emit("adapter_error", severity="error", error=problem)
+
     def control_violation(
-        self, kind: Kind, pool: int, page: int, request: str | None, detail: str = ""
+        self,
+        kind: Kind,
+        pool: int,
+        page: int,
+        request: str | None,
+        detail: str = "",
+        *,
+        proof: Proof = Proof.CONTROL_PLANE,
+        column: int = -1,
     ) -> Violation:
         """Record a fault of an allocator or cache operation, and raise GuardHalt if so configured."""
         table = self.tables[pool]
@@ -191,12 +212,13 @@ class Books:
         violation = self.violate(
             Violation(
                 id="",
-                proof=Proof.CONTROL_PLANE,
+                proof=proof,
                 kind=kind,
                 action=action if self.enforcing else Action.OBSERVED,
                 pool=table.spec.name,
                 request=request,
                 step=self.preparing,
+                column=column,
                 page=page,
                 found_tag=record.tag if record else 0,
                 owner=", ".join(holders) or (record.owner if record else None),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from pydantic import Field, PrivateAttr, ValidationError, field_validator
+from pydantic import Field, PrivateAttr, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvguard.config_file import ConfigError, read_config_file
@@ -22,7 +22,8 @@ __all__ = ["IMPLEMENTED_LEVELS", "ConfigError", "ConfigRow", "GuardConfig"]
 
 Level = Literal["off", "tags", "keys", "seals", "debug"]
 
-IMPLEMENTED_LEVELS: Final = ("off", "tags")
+IMPLEMENTED_LEVELS: Final = ("off", "tags", "keys")
+SECRET_CHARACTERS_MIN: Final = 32
 ENV_PREFIX: Final = "KVGUARD_"
 ENV_FILE: Final = "KVGUARD_CONFIG"
 ENV_TEST_PREFIX: Final = "KVGUARD_TEST_"
@@ -50,6 +51,9 @@ class GuardConfig(BaseSettings):
     level: Level = Field("tags", description="what is proven; off installs nothing")
     control_plane: bool = Field(True, description="check each allocation, free and adoption on the host")
     device_check: bool = Field(True, description="check each page that attention reads on the device, every step")
+    write_check: bool = Field(
+        True, description="with device_check: check each slot that a step writes, and redirect wrong ones"
+    )
     on_violation: Literal["abort", "observe", "halt"] = Field(
         "abort", description="abort the request, only count and log, or stop the engine"
     )
@@ -70,6 +74,9 @@ class GuardConfig(BaseSettings):
     report_dir: Path | None = Field(None, description="folder for violation reports as files; none: no files")
     seed: int | None = Field(
         None, description="makes tags and digest keys replayable; none: from the operating system's randomness"
+    )
+    content_key_secret: SecretStr | None = Field(
+        None, description="of content keys, the same for all ranks and P/D peers; none: random in each process"
     )
 
     _sources: dict[str, str] = PrivateAttr(default_factory=dict)
@@ -135,7 +142,14 @@ class GuardConfig(BaseSettings):
     @classmethod
     def _implemented(cls, value: Level) -> Level:
         if value not in IMPLEMENTED_LEVELS:
-            raise ValueError("is not in this release; use level: tags")
+            raise ValueError(f"is not in this release; use level: {IMPLEMENTED_LEVELS[-1]}")
+        return value
+
+    @field_validator("content_key_secret")
+    @classmethod
+    def _long_enough(cls, value: SecretStr | None) -> SecretStr | None:
+        if value is not None and len(value.get_secret_value()) < SECRET_CHARACTERS_MIN:
+            raise ValueError("is too short")
         return value
 
     @field_validator(
@@ -155,7 +169,7 @@ class GuardConfig(BaseSettings):
         return value
 
     def _refuse_impossible(self) -> None:
-        if self.is_off or self.control_plane or self.device_check:
+        if self.level != "tags" or self.control_plane or self.device_check:
             return
         named = ", ".join(f"{name}: false ({self._sources[name]})" for name in ("control_plane", "device_check"))
         raise ConfigError(
@@ -193,7 +207,9 @@ def _unknown(kind: str, name: str, valid: list[str], *, where: str) -> str:
 def _explain_bad_value(detail: Mapping[str, Any], sources: Mapping[str, str]) -> str:
     """One line for one of pydantic's error records: the field, its value, where that came from, what to write."""
     name = str(detail["loc"][0])
-    head = f"{name}: {_written(detail['input'])} (from {sources[name]})"
+    # What was meant to be a secret must not stand in a log, however wrong it is.
+    value = "the value" if name == "content_key_secret" else _written(detail["input"])
+    head = f"{name}: {value} (from {sources[name]})"
     if detail["type"] == "value_error" and name == "level":
         return f"{head} {detail['ctx']['error']}"
     return f"{head} is not {_expected(name)}{_nearest_choice(name, detail['input'])}"
@@ -215,6 +231,8 @@ def _expected(name: str) -> str:
 def _expected_type(name: str, schema: Mapping[str, Any]) -> str:
     if name == "level":
         return f"one of {', '.join(IMPLEMENTED_LEVELS)}"
+    if schema.get("format") == "password":
+        return f"text of at least {SECRET_CHARACTERS_MIN} characters, for example from `openssl rand -hex 32`"
     if "enum" in schema:
         return f"one of {', '.join(schema['enum'])}"
     if schema["type"] == "boolean":

@@ -46,8 +46,14 @@ class Guard(BookKeeping):
         if config.is_off:
             raise ValueError("level is off: make no Guard at all, so that the engine keeps its own functions")
         if proofs is None:
-            chosen = {Proof.TAG: config.device_check, Proof.CONTROL_PLANE: config.control_plane}
-            proofs = frozenset(proof for proof, on in chosen.items() if on)
+            chosen = {
+                Proof.TAG: config.device_check,
+                Proof.WRITE_SLOT: config.device_check and config.write_check,
+                Proof.CONTROL_PLANE: config.control_plane,
+                Proof.CONTENT_KEY: config.level == "keys",
+            }
+            # A transfer costs nothing where no connector asks for it.
+            proofs = frozenset({Proof.TRANSFER, *(proof for proof, on in chosen.items() if on)})
         super().__init__(Books(pools, config, proofs))
         self._thread: int | None = None
         self._late = False
@@ -66,7 +72,8 @@ class Guard(BookKeeping):
         return GuardSetup(
             pools=tuple(table.spec for table in books.tables),
             digest_key=books.key,
-            check=Proof.TAG in books.proofs,
+            check=books.checks_tags,
+            check_writes=books.checks_writes,
         )
 
     @property
@@ -81,24 +88,33 @@ class Guard(BookKeeping):
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def step(
-        self, requests: Sequence[str], table_rows: Sequence[int], tokens_end: Sequence[int]
+        self,
+        requests: Sequence[str],
+        table_rows: Sequence[int],
+        tokens_end: Sequence[int],
+        tokens_start: Sequence[int] | None = None,
     ) -> StepDelta:
         """The engine is about to run a forward for `requests`; returns the message for the device half.
 
         `table_rows[r]`: the block-table row of requests[r]; `tokens_end[r]`: its KV length after this step, in tokens.
+        `tokens_start[r]`: the first position that it writes, or an earlier one; None: a write into a page that the
+        request has filled goes unnoticed.
         Call it once per forward, in the order in which forwards run, after all page calls for it.
         """
         self._check_thread()
         books = self._books
-        if not len(requests) == len(table_rows) == len(tokens_end):
+        starts = len(requests) if tokens_start is None else len(tokens_start)
+        if not len(requests) == len(table_rows) == len(tokens_end) == starts:
             raise ValueError(
-                f"{len(requests)} requests, {len(table_rows)} table rows and {len(tokens_end)} lengths: one each"
+                f"{len(requests)} requests, {len(table_rows)} table rows, {len(tokens_end)} lengths and {starts} "
+                "starts: one each"
             )
         # A refused call takes no step number: the device half would miss it for ever.
-        delta, pending = build_step(books, books.step + 1, requests, table_rows, tokens_end)
-        books.step += 1
-        books.set_event_step(books.preparing)
-        books.pending[books.step] = pending
+        step = books.step + 1
+        delta, pending = build_step(books, step, requests, table_rows, tokens_end, tokens_start)
+        books.step = step
+        books.recorder.step = step + 1
+        books.pending[step] = pending
         books.counters.steps_seen += 1
         books.counters.rows_seen += len(requests)
         if len(books.pending) > books.config.steps_in_flight_max:
@@ -120,9 +136,9 @@ class Guard(BookKeeping):
         first = next(iter(books.pending))
         if verdicts.step != first:
             raise ValueError(f"step {verdicts.step} judged out of order: step {first} comes first")
-        books.set_event_step(pending.step)
+        books.recorder.step = pending.step
         judgement = judge_step(books, pending, verdicts)
-        books.set_event_step(books.preparing)
+        books.recorder.step = books.step + 1
         del books.pending[verdicts.step]
         books.counters.steps_verified += 1
         books.counters.rows_verified += len(pending.states)
@@ -177,8 +193,7 @@ class Guard(BookKeeping):
 
     def adapter_error(self, error: Exception) -> None:
         """A call of the adapter made no sense; the books are as they were. Count it and say so."""
-        self._books.counters.adapter_errors += 1
-        emit("adapter_error", severity="error", error=str(error))
+        self._books.misused(str(error))
 
     def found_too_late(self, request: str, step: int, row: int) -> Violation:
         """A row that the device flagged in a step that was in flight when the guard failed."""

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 from kvguard.books import Books, UsageError, page_ids
+from kvguard.content_calls import ContentCalls
 from kvguard.page_table import PageState, Promise
 from kvguard.requests import RequestState
 from kvguard.telemetry import emit
@@ -30,30 +31,32 @@ class Retired:
     quarantined: list[int]
 
 
-class PageHandover:
+class PageHandover(ContentCalls):
     """The calls of a Guard that an allocator and a prefix cache make."""
 
     def __init__(self, books: Books) -> None:
-        self._books = books
+        super().__init__(books)
         self._control = Proof.CONTROL_PLANE in books.proofs
 
-    def allocate(self, request: str, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
+    def allocate(
+        self, request: str, pages: Sequence[int], *, pool: str | None = None, refusable: bool = True
+    ) -> list[int]:
         """The allocator gave `pages` to the request, for its next columns in this order; returns those accepted.
 
         A page that is not accepted must not be used: it is still someone's (double allocation), in quarantine, the null
         page, or outside the pool. The caller draws others and calls again; a refused page leaves the free list for good
         and comes back when its holder frees it. Only pages accepted are in the ledger.
+        `refusable`: False where the engine has acted already: every page is accepted, and whoever held one of them
+        before is flagged by the device.
         """
         pages = page_ids(pages)
         state = self._books.state(request)
-        refused = self._hand_out([state] * len(pages), [request] * len(pages), pages, pool)
+        refused = self._hand_out([state] * len(pages), [request] * len(pages), pages, pool, refusable)
         if not refused:
             return list(pages)
         return [page for place, page in enumerate(pages) if place not in refused]
 
-    def allocate_each(
-        self, requests: Sequence[str], pages: Sequence[int], *, pool: str | None = None
-    ) -> list[int]:
+    def allocate_each(self, requests: Sequence[str], pages: Sequence[int], *, pool: str | None = None) -> list[int]:
         """`allocate` of one page each for many requests of a step; returns the places of pages that are not accepted.
 
         `requests[i]` gets `pages[i]`; a request that is listed more than once gets its pages in this order.
@@ -64,7 +67,12 @@ class PageHandover:
         return self._hand_out([self._books.state(request) for request in requests], requests, pages, pool)
 
     def _hand_out(
-        self, states: list[RequestState], requests: Sequence[str], pages: Sequence[int], pool: str | None
+        self,
+        states: list[RequestState],
+        requests: Sequence[str],
+        pages: Sequence[int],
+        pool: str | None,
+        refusable: bool = True,
     ) -> list[int]:
         """`requests[i]` is the id of `states[i]`; returns the places of pages that are not accepted."""
         books = self._books
@@ -76,29 +84,31 @@ class PageHandover:
         while done < len(pages):
             if not (books.quarantine and books.enforcing):
                 tags = table.allocate_each(pages[done:], requests[done:])
+                writers = table.writers
                 for state, page, tag in zip(states[done:], pages[done:], tags, strict=False):
-                    state.ledgers[index].append(page, tag)
+                    writers[page] = state.writer + state.ledgers[index].append(page, tag)
                 done += len(tags)
                 if done == len(pages):
                     break
-            if not self._allocate_one(states[done], index, pages[done]):
+            if not self._allocate_one(states[done], index, pages[done], refusable):
                 refused.append(done)
             done += 1
         return refused
 
-    def _allocate_one(self, state: RequestState, index: int, page: int) -> bool:
+    def _allocate_one(self, state: RequestState, index: int, page: int, refusable: bool) -> bool:
         """Whether a page that needs a closer look is accepted."""
         books = self._books
         table, ledger = books.tables[index], state.ledgers[index]
-        if (table.spec.name, page) in books.quarantine and books.enforcing:
+        if refusable and (table.spec.name, page) in books.quarantine and books.enforcing:
             return False
-        if self._control:
+        if refusable and self._control:
             problem = table.problem_with_allocation(page)
             if problem is not None and self._refuse(problem, index, page, state.id):
                 return False
         if 0 <= page < table.spec.num_pages:
             self._revoke(table.record(page).promise)
-            ledger.append(page, table.allocate(page, state.id))
+            column = ledger.append(page, table.allocate(page, state.id))
+            table.writers[page] = state.writer + column
         else:
             # Let through for lack of a control plane: the device has no tag for it and will flag the row.
             ledger.append(page, table.invent_tag())
@@ -135,12 +145,24 @@ class PageHandover:
         books = self._books
         index = books.index(pool)
         table = books.tables[index]
+        state, column, own = None, 0, []
+        if self._contents:
+            state = books.state(request)
+            if state.content is None:
+                return self._unidentified(state)
+            column = len(state.ledgers[index])
+            own = self._content_of_hits(state, index, len(hits), column)
         for accepted, (key, page) in enumerate(hits):
             if (table.spec.name, page) in books.quarantine and books.enforcing:
                 return accepted
             problem = table.problem_with_adoption(page, key)
             if problem is not None and self._control and self._refuse(problem, index, page, request):
                 return accepted
+            if state is not None:
+                expected = own[accepted] if accepted < len(own) else None
+                wrong = self._problem_with_content(state, index, column + accepted, page, expected)
+                if wrong is not None and self._refuse_content(*wrong, index, page, state, column + accepted):
+                    return accepted
         return len(hits)
 
     def quarantined(self, page: int, *, pool: str | None = None) -> bool:
@@ -217,6 +239,42 @@ class PageHandover:
     def page_state(self, page: int, *, pool: str | None = None) -> PageState:
         """Where a page is in its life; for tests and for `doctor`-like tools."""
         return self._books.tables[self._books.index(pool)].record(page).state
+
+    # -- what the books say, for adapters that see an allocator from outside ---------------------------------------
+
+    def columns(self, request: str, *, pool: str | None = None) -> int:
+        """Columns in the request's ledger, empty ones included; -1 if it is not live."""
+        state = self._books.requests.get(request)
+        return -1 if state is None else len(state.ledgers[self._books.index(pool)])
+
+    def pages(self, request: str, *, pool: str | None = None) -> list[int]:
+        """The pages in the request's ledger, in column order; none if it is not live."""
+        state = self._books.requests.get(request)
+        if state is None:
+            return []
+        return [page for _, page, _ in state.ledgers[self._books.index(pool)].entries()]
+
+    def foreign_pages(self, request: str, *, pool: str | None = None) -> list[int]:
+        """Pages in the request's ledger that are vacant or somebody else's by now: it must not free them."""
+        books = self._books
+        state, table = books.requests.get(request), books.tables[books.index(pool)]
+        found: list[int] = []
+        for _, page, tag in () if state is None else state.ledgers[books.index(pool)].entries():
+            if table.problem_with_page(page) is not None:
+                found.append(page)
+            elif table.tag(page) != tag and (table.tag(page) == 0 or table.record(page).holders - {request}):
+                found.append(page)
+        return found
+
+    def unused(self, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
+        """Those of the pages that are handed out, that no ledger holds, and that are not published."""
+        table = self._books.tables[self._books.index(pool)]
+        found: list[int] = []
+        for page in pages:
+            record = None if table.problem_with_page(page) else table.record(page)
+            if record is not None and record.tag and not record.holders and record.publication is None:
+                found.append(page)
+        return found
 
     def _refuse(self, problem: Kind, index: int, page: int, request: str | None) -> bool:
         """Record the fault of an operation; whether it must not take effect. What the report says is what happens."""

@@ -23,6 +23,7 @@ from kvguard.requests import RequestState
 from kvguard.steps import PendingStep, never_ran
 from kvguard.tags import VACANT
 from kvguard.violation import Action, Kind, Proof, Violation
+from kvguard.write_verdicts import describe_padding, describe_write, padding_flagged, rows_flagged
 
 
 class UncheckedStep(RuntimeError):
@@ -74,28 +75,38 @@ class _Mismatch(NamedTuple):
 
 def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgement:
     """Settle one step. Clean steps take the short way: two array operations and the promises of the step."""
-    records = verdicts.records
+    records, writes = verdicts.records, verdicts.writes
     flagged: list[int] = []
     if books.checks_tags and pending.states:
+        # What is written is judged where an adapter lets it be checked.
         shape = None if records is None else records.shape[:2]
         if shape != (len(books.tables), len(pending.states)):
             raise UncheckedStep(f"step {pending.step}: verdicts of shape {shape}; the verification did not run")
-    if records is not None:
+    if records is not None and not verdicts.clean:
         flags = records[:, :, FLAGS]
         if np.count_nonzero(flags):
             if (flags == NOT_CHECKED).any():
                 raise UncheckedStep(f"step {pending.step}: no verdict for some rows; the verification did not run")
             flagged = np.flatnonzero(flags.any(axis=0)).tolist()
+    padding: list[int] = []
+    if writes is not None and not verdicts.clean:
+        flagged = sorted({*flagged, *rows_flagged(writes)})
+        padding = padding_flagged(writes)
     for row, promise in pending.waiting:
         if promise.kept is False:
             # Broken after this step was built: its writer's forward failed, or its tokens were taken back.
             pending.suspects.setdefault(row, never_ran(promise))
-    if not (flagged or pending.suspects or pending.condemned):
+    if not (flagged or pending.suspects or pending.condemned or padding):
         _confirm(books, pending, None)
         for _, promise in pending.promises:
             books.settle(promise, kept=not promise.writer.stalled)
         return Judgement(step=pending.step)
-    return _judge_flagged(books, pending, verdicts, sorted({*flagged, *pending.suspects}))
+    of_padding = [describe_padding(books, pending, writes, pool) for pool in padding if writes is not None]
+    judgement = _judge_flagged(books, pending, verdicts, sorted({*flagged, *pending.suspects}))
+    if not of_padding:
+        return judgement
+    halt = judgement.halt or any(violation.action is Action.HALTED for violation in of_padding)
+    return judgement._replace(violations=(*of_padding, *judgement.violations), halt=halt)
 
 
 def _confirm(books: Books, pending: PendingStep, unproven: set[int] | None) -> None:
@@ -123,7 +134,7 @@ def _judge_flagged(books: Books, pending: PendingStep, verdicts: Verdicts, rows:
         if state.condemned is not None:
             continue
         violation, mismatches = _describe(books, pending, verdicts, row)
-        _condemn(books, state, violation)
+        condemn(books, state, violation)
         violations.append(violation)
         evict.update((books.tables[m.pool].spec.name, m.page) for m in mismatches)
         if state.alive:
@@ -152,7 +163,7 @@ def _judge_flagged(books: Books, pending: PendingStep, verdicts: Verdicts, rows:
     )
 
 
-def _condemn(books: Books, state: RequestState, violation: Violation) -> None:
+def condemn(books: Books, state: RequestState, violation: Violation) -> None:
     """The request is over, and so are its rows in every step in flight, clean on the device or not."""
     state.condemned, state.observed = violation.id, violation.action is Action.OBSERVED
     books.marked.add(state)
@@ -192,11 +203,14 @@ def _device_kind(flags: int, mismatches: list[_Mismatch]) -> Kind:
     return Kind.VACANT_PAGE if flags & FLAG_VACANT else Kind.FOREIGN_ROW
 
 
-def _describe(
-    books: Books, pending: PendingStep, verdicts: Verdicts, row: int
-) -> tuple[Violation, list[_Mismatch]]:
+def _describe(books: Books, pending: PendingStep, verdicts: Verdicts, row: int) -> tuple[Violation, list[_Mismatch]]:
     """The violation of one row, its fault located, the pages involved quarantined."""
     state = pending.states[row]
+    reads_flagged = verdicts.records is not None and (verdicts.records[:, row, FLAGS] > 0).any()
+    if verdicts.writes is not None and not reads_flagged and row not in pending.suspects:
+        # Pages of it that changed hands must leave the cache, though this is not what it is ended for.
+        mismatches = _mismatches(books, state) if state.alive else []
+        return describe_write(books, pending, verdicts.writes, row, _action(books, pending)), mismatches
     mismatches = _mismatches(books, state) if state.alive else []
     pool, flags, column, page = 0, 0, -1, -1
     if verdicts.records is not None:
@@ -245,7 +259,7 @@ def _describe(
     violation = books.violate(
         Violation(
             id="",
-            proof=Proof.TAG,
+            proof=Proof.WRITE_SLOT if kind is Kind.WRITE_COMPLETE else Proof.TAG,
             kind=kind,
             action=_action(books, pending),
             pool=table.spec.name,
@@ -329,7 +343,7 @@ def _condemn_dependents(
                         cause=cause.id,
                     )
                 )
-                _condemn(books, dependent, violation)
+                condemn(books, dependent, violation)
                 violations.append(violation)
                 if dependent.alive:
                     aborts.append(_abort(books, dependent, violation))

@@ -106,6 +106,12 @@ class Ledger:
         """The tag promised in `column`; 0 in a gap."""
         return self._tags[column] if 0 <= column < len(self._tags) else 0
 
+    def entry(self, column: int) -> tuple[int, int]:
+        """(page, tag) promised in `column`; (GAP, VACANT) in a gap."""
+        if 0 <= column < len(self._pages):
+            return self._pages[column], self._tags[column]
+        return GAP, VACANT
+
     def entries(self) -> Iterator[tuple[int, int, int]]:
         """(column, page, tag) of every live column, ascending."""
         for start, stop in self._extents:

@@ -18,25 +18,30 @@ NO_EVIDENCE: Final[Mapping[str, Any]] = {}
 """What a clean step shows; nobody writes to it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class PoolSection:
+class PoolSection(NamedTuple):
     """Where one pool's arrays lie in `StepDelta.packed`: half-open ranges of int64 words.
 
-    tag_pages, tag_values  [changes]: tag changes that take effect before this step's check
+    tag_pages, tag_values, tag_writers  [changes]: what changes before this step's check: pages, their tags, and their
+                           designated writers
     table_row, expected    [rows]: the block-table row and the expected digest of each request of the step
     extent_offset          [rows + 1]; extent_start, extent_stop [extents]: live extents, in manager-page columns
     columns                the largest extent_stop
+    writer, floor          [rows]: each request's writer word at column 0, and the first position that it may write; the
+                           same words for every pool
     """
 
     pool: str
     tag_pages: tuple[int, int]
     tag_values: tuple[int, int]
+    tag_writers: tuple[int, int]
     table_row: tuple[int, int]
     expected: tuple[int, int]
     extent_offset: tuple[int, int]
     extent_start: tuple[int, int]
     extent_stop: tuple[int, int]
     columns: int
+    writer: tuple[int, int]
+    floor: tuple[int, int]
 
 
 class StepDelta(NamedTuple):
@@ -75,9 +80,14 @@ class Verdicts(NamedTuple):
     """What the device found in one step.
 
     records   int64 [pools, rows, 4] per `kvguard.kernels.verify_pages.layout`; None if the device check is off
+    writes    int64 [pools, rows + 1, 4] per `kvguard.kernels.verify_slots.layout`, the last of a pool that of its
+              padding lanes; None where nothing that is written was checked
     evidence  per pool name, rows captured before they were neutralised (a few, not all)
+    clean     whoever made this has looked at every flag of both and found none set; False says nothing
     """
 
     step: int
     records: Int64 | None
     evidence: Mapping[str, tuple[Evidence, ...]] = NO_EVIDENCE
+    clean: bool = False
+    writes: Int64 | None = None

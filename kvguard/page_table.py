@@ -17,6 +17,7 @@ from kvguard.tags import VACANT, TagCounter
 from kvguard.violation import Kind
 
 if TYPE_CHECKING:
+    from kvguard.content_calls import ContentBinding
     from kvguard.requests import RequestState
 
 
@@ -57,6 +58,7 @@ class PageRecord:
     owner        the request it was last allocated to
     publication  the engine's cache key of the current publication, None if not published
     promise      the open promise of the current publication
+    content      what the current publication holds, where contents are checked
     former       key and tag of the last publication before the page was retired or handed on
     reset_free   a reset made it vacant; the engine may still give it back, once, for it has its own list of such pages
     was_used     whether it was ever allocated: tells a double free from a free of a page that was never owned
@@ -67,6 +69,7 @@ class PageRecord:
     owner: str | None = None
     publication: Hashable | None = None
     promise: Promise | None = None
+    content: ContentBinding | None = None
     former: tuple[Hashable, int] | None = None
     reset_free: bool = False
     was_used: bool = False
@@ -94,6 +97,8 @@ class PageTable:
         self._records: dict[int, PageRecord] = {}
         self.changes: dict[int, int] = {}
         """page -> tag since the last step; the last change of a page wins."""
+        self.writers: dict[int, int] = {}
+        """page -> the writer word that goes with the tag of its last allocation since then."""
 
     @property
     def step(self) -> int:
@@ -115,6 +120,13 @@ class PageTable:
         """The page's tag now; 0 if vacant or never used."""
         record = self._records.get(page)
         return VACANT if record is None else record.tag
+
+    def record_under(self, page: int, tag: int) -> PageRecord | None:
+        """The record of a page that still carries this tag; None if it does not, or cannot be a request's page."""
+        record = self._records.get(page)
+        if record is None or record.tag != tag or tag == VACANT or self.problem_with_page(page) is not None:
+            return None
+        return record
 
     def held_pages(self) -> list[int]:
         """Pages that some ledger holds, ascending."""
@@ -248,6 +260,7 @@ class PageTable:
         promise = record.promise
         self._end_publication(record)
         record.tag = self.changes[page] = self._tags.take()
+        self.writers.pop(page, None)
         self._note(page, "revoked", record.tag, None)
         return promise
 
@@ -255,7 +268,7 @@ class PageTable:
     def _end_publication(record: PageRecord) -> None:
         if record.publication is not None:
             record.former = (record.publication, record.tag)
-        record.publication = record.promise = None
+        record.publication = record.promise = record.content = None
 
     def promised_tag(self, page: int, key: Hashable) -> int:
         """What an adopter of this cache entry is promised: the page's tag at the time it was published under the key.
@@ -271,16 +284,23 @@ class PageTable:
                 return record.former[1]
         return self.invent_tag()
 
-    def publish(self, page: int, key: Hashable, promise: Promise | None, request: str) -> None:
+    def publish(
+        self,
+        page: int,
+        key: Hashable,
+        promise: Promise | None,
+        request: str,
+        content: ContentBinding | None = None,
+    ) -> None:
         """The page can be found in the cache under `key`; `promise` says that it is not computed yet."""
         record = self.record(page)
-        record.publication, record.promise = key, promise
+        record.publication, record.promise, record.content = key, promise, content
         self._note(page, "promised" if promise is not None else "published", record.tag, request)
 
     def unpublish(self, page: int) -> None:
         """The page can no longer be found in the cache."""
         record = self.record(page)
-        record.publication = record.promise = None
+        record.publication = record.promise = record.content = None
 
     def adopt(self, page: int, request: str) -> None:
         """One more ledger holds the page."""
@@ -297,7 +317,7 @@ class PageTable:
         if promise.kept:
             self._note(promise.page, "complete", record.tag, promise.writer.id)
         else:
-            record.publication = None
+            record.publication = record.content = None
             self._note(promise.page, "revoked", record.tag, promise.writer.id)
 
     def release(self, page: int, request: str) -> None:

@@ -16,6 +16,7 @@ class PoolSpec:
                    flagged row cannot be pointed anywhere harmless: it is flagged, but not neutralised.
     split          kernel pages per manager page: attention may be given smaller pages than the allocator hands out
     skip_slot      what the engine's cache-write kernel takes as "write nothing" in a slot mapping
+    windowed       pages behind a window give way to the null page, so that a request's token may have nowhere to go
     """
 
     name: str = "main"
@@ -24,6 +25,7 @@ class PoolSpec:
     null_page: int | None = 0
     split: int = 1
     skip_slot: int = -1
+    windowed: bool = False
 
     def __post_init__(self) -> None:
         if self.num_pages < 1:
@@ -47,9 +49,11 @@ class GuardSetup:
     """What the device half must know once, before the first step: picklable, sent over the engine's own channel.
 
     digest_key  secret 64-bit key of the row digests
-    check       whether rows are checked on the device at all
+    check       whether what rows read is checked on the device
+    check_writes  whether what they write is
     """
 
     pools: tuple[PoolSpec, ...]
     digest_key: int
     check: bool = True
+    check_writes: bool = True

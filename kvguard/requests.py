@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
+from kvguard.content_key import RequestContent
 from kvguard.ledger import Ledger
 
 if TYPE_CHECKING:
@@ -16,7 +17,14 @@ if TYPE_CHECKING:
 
 DIGEST, START, STOP = range(3)
 FIELDS = 3
+WRITER, FLOOR = range(2)
+OF_REQUEST = 2
+"""Fields that a request has once, behind those of each pool."""
 UNBOUNDED = 1 << 62
+WRITER_SHIFT = 32
+"""A writer word is an incarnation shifted by this, plus a column: of the form of `kvguard.kernels.events.owner_of`."""
+WRITERS = (1 << 31) - 1
+"""Incarnations from which writer words are made; they come round after that many."""
 
 
 @dataclass(slots=True, eq=False)
@@ -26,12 +34,16 @@ class RequestState:
     slot         its place in RowArrays
     incarnation  grows at every start, preemption and resumption: verdicts of an earlier one do not count as progress
     ledgers      one per pool
+    writer       its writer word at column 0: that of no other incarnation
     computed     tokens whose KV was written by a step that was verified
+    floor        tokens that its next step may not write again: they fill pages to their end
     capacity     tokens that the ledgers of every pool with a page size have pages for; current once it was settled
     promises     publications of pages that no scheduled step writes yet
     depends      promises of other requests that it adopted pages on
+    adopted      tags of cached pages that it took over: others wrote them, and a transfer does not
     condemned    id of the violation that ended it; its steps in flight are withheld without another report
     stalled      a step of it was not proven and was only observed: what it has written since is not known to be whole
+    content      what it is made of, at level `keys` once it was identified
     observed     that violation was only observed; it is judged afresh once violations have consequences again
     """
 
@@ -39,11 +51,15 @@ class RequestState:
     slot: int
     incarnation: int
     ledgers: tuple[Ledger, ...]
+    writer: int = 0
     computed: int = 0
+    floor: int = 0
     capacity: int = 0
     promises: list[Promise] = field(default_factory=list)
     depends: list[Promise] = field(default_factory=list)
+    adopted: set[int] = field(default_factory=set)
     condemned: str | None = None
+    content: RequestContent | None = None
     observed: bool = False
     stalled: bool = False
     preempted: bool = False
@@ -53,7 +69,8 @@ class RequestState:
 class RowArrays:
     """What a step sends of each live request, in one array with a column per request slot.
 
-    table  int64 [pools * FIELDS, slots]: of each pool the digest of the ledger, and start and stop of its first extent.
+    table  int64 [pools * FIELDS + OF_REQUEST, slots]: of each pool the digest of the ledger, and start and stop of its
+           first extent; then the request's writer word and floor.
 
     Changes of a ledger are only noted (`touch`); `settle` writes them into the array, once per request and step. A
     slot is used again after its request ended.
@@ -63,7 +80,7 @@ class RowArrays:
         """`page_sizes`: of each pool, in tokens; None for a pool whose pages hold no token range."""
         self._page_sizes = tuple(page_sizes)
         self._free = list(range(capacity - 1, -1, -1))
-        self._use(np.zeros((len(self._page_sizes) * FIELDS, capacity), np.int64))
+        self._use(np.zeros((len(self._page_sizes) * FIELDS + OF_REQUEST, capacity), np.int64))
         self.touched: set[RequestState] = set()
         """Requests whose ledgers changed since the last `settle`."""
         self.ragged: set[int] = set()
@@ -89,7 +106,8 @@ class RowArrays:
 
     def begin(self, state: RequestState) -> None:
         """A new incarnation: nothing is computed, nothing is promised."""
-        state.computed = 0
+        state.computed = state.floor = 0
+        state.writer = (state.incarnation % WRITERS + 1) << WRITER_SHIFT
         self.touched.add(state)
 
     def touch(self, state: RequestState) -> None:
@@ -114,6 +132,8 @@ class RowArrays:
                     capacity = columns * size
                 cell += FIELDS * stride
             state.capacity = capacity
+            cells[cell] = state.writer
+            cells[cell + stride] = state.floor
             if several:
                 ragged.add(slot)
             elif ragged:

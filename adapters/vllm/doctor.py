@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
-from importlib.metadata import entry_points
 from typing import Any
 
-from kvguard.adapters.findings import Finding, Verdict
+from kvguard.adapters.findings import Finding, Verdict, plugin_finding, version_finding
 from kvguard.adapters.vllm import layout, plugin
 
 PLUGIN_GROUP = "vllm.general_plugins"
@@ -16,39 +15,28 @@ PLUGIN_TARGET = "kvguard.adapters.vllm.plugin:register"
 
 def examine() -> list[Finding]:
     """Version, plug-in, hook points, and what is not covered."""
-    return [*_version(), *_plugin(), *_hook_points(), *_limits()]
+    version = version_finding("vllm", layout.vllm_version(), layout.TESTED_RELEASES)
+    return [version, _plugin(), *_hook_points(), *_limits()]
 
 
 def _finding(topic: str, verdict: Verdict, text: str) -> Finding:
     return Finding(topic=f"vllm {topic}", verdict=verdict, text=text)
 
 
-def _version() -> list[Finding]:
-    version = layout.vllm_version()
-    if version.partition("+")[0] in layout.TESTED_RELEASES:
-        return [_finding("version", Verdict.OK, f"{version}, tested")]
-    tested = ", ".join(layout.TESTED_RELEASES)
-    text = f"{version} is not one of the tested releases ({tested}); the hook points are checked all the same"
-    return [_finding("version", Verdict.LIMIT, text)]
-
-
-def _plugin() -> list[Finding]:
-    found = [point for point in entry_points(group=PLUGIN_GROUP) if point.value == PLUGIN_TARGET]
-    if not found:
-        text = f"no entry point of group {PLUGIN_GROUP} names kvguard: install kvguard in vLLM's environment"
-        return [_finding("plug-in", Verdict.FAILED, text)]
+def _plugin() -> Finding:
     allowed = os.environ.get("VLLM_PLUGINS")
-    if allowed is not None and found[0].name not in allowed.split(","):
-        text = f"VLLM_PLUGINS={allowed} keeps vLLM from loading it: add {found[0].name}"
-        return [_finding("plug-in", Verdict.FAILED, text)]
-    return [_finding("plug-in", Verdict.OK, f"entry point {found[0].name} is installed, and vLLM loads it")]
+
+    def loads(plugin: str) -> bool:
+        return allowed is None or plugin in allowed.split(",")
+
+    return plugin_finding("vllm", "vLLM", PLUGIN_GROUP, PLUGIN_TARGET, "VLLM_PLUGINS", allowed, loads)
 
 
 def _hook_points() -> list[Finding]:
     findings = []
     for what, check in (
         ("scheduler", _check_scheduler),
-        ("runner v1", lambda: _check_runner(plugin.RUNNER_V1_MODULE, "_prepare_inputs")),
+        ("runner v1", lambda: _check_runner(plugin.RUNNER_V1_MODULE, "_get_slot_mappings")),
         ("runner v2", lambda: _check_runner(plugin.RUNNER_V2_MODULE, "prepare_attn")),
     ):
         try:

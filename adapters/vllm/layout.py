@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
+from kvguard.adapters.expectations import Expectations
+from kvguard.adapters.expectations import Unsupported as Unsupported
 from kvguard.pools import PoolSpec
 
 COVERED_SPECS = ("FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec")
 """KV cache groups whose blocks hold consecutive tokens, column by column."""
+WINDOWED_SPECS = ("SlidingWindowSpec",)
+"""Those of them whose blocks give way to the null block once they are behind the window."""
 
 COVERED_BACKENDS = {
     "CPU_ATTN": "run",
@@ -36,14 +39,11 @@ TESTED_RELEASES = ("0.28.0", "0.30.0", "0.32.0")
 
 STANDING_LIMITS = (
     "bytes that a KV connector, an offload tier or a bit flip changes in a page are not seen at level tags",
+    "writes of vLLM's dummy forwards, which it sends to no slot at all, are not checked",
     "a page that a connector writes after its request ended is not ordered with the forward, and not seen",
     "wrong tokens under a right cache key, LoRA adapters and tenants are not seen at level tags",
 )
 """What no configuration of this level covers."""
-
-
-class Unsupported(RuntimeError):
-    """kvguard cannot see enough of this vLLM to guard it; the message says what and names the version."""
 
 
 def vllm_version() -> str:
@@ -53,23 +53,8 @@ def vllm_version() -> str:
     return str(getattr(vllm, "__version__", "unknown"))
 
 
-def _refuse(what: str) -> Unsupported:
-    return Unsupported(f"kvguard cannot guard this vLLM {vllm_version()}: {what}")
-
-
-def require(owner: Any, *names: str) -> None:
-    """Every name is an attribute of `owner`, an object or a class. Raises Unsupported."""
-    missing = [name for name in names if not hasattr(owner, name)]
-    if missing:
-        kind = owner if isinstance(owner, type) else type(owner)
-        raise _refuse(f"{kind.__name__} has no {', '.join(missing)}")
-
-
-def require_parameters(function: Any, *names: str) -> None:
-    """The function's first parameters carry these names, in this order. Raises Unsupported."""
-    found = [name for name in inspect.signature(function).parameters if name != "self"][: len(names)]
-    if found != list(names):
-        raise _refuse(f"{getattr(function, '__qualname__', function)} takes {found}, expected {list(names)}")
+_EXPECTED = Expectations("vLLM", vllm_version)
+_refuse, require, require_parameters = _EXPECTED.refuse, _EXPECTED.require, _EXPECTED.require_parameters
 
 
 def check_scheduler_shape(scheduler: Any, manager: Any, pool: Any, single: Any) -> None:
@@ -112,6 +97,8 @@ def describe_scheduler(scheduler: Any) -> tuple[PoolSpec, ...]:
     check_configuration(getattr(scheduler, "vllm_config", None))
     if getattr(manager.coordinator, "enable_partial_hash_hits", False):
         raise _refuse("prefix hits on parts of blocks are not covered")
+    if getattr(scheduler, "prefix_replay_tokens", 0):
+        raise _refuse("prefix hits whose tail is computed again are not covered: shared blocks would be written again")
     groups = manager.kv_cache_config.kv_cache_groups
     specs = []
     for index, group in enumerate(groups):
@@ -124,6 +111,7 @@ def describe_scheduler(scheduler: Any) -> tuple[PoolSpec, ...]:
                 num_pages=pool.num_gpu_blocks,
                 page_size=spec.block_size,
                 null_page=pool.null_block.block_id,
+                windowed=type(spec).__name__ in WINDOWED_SPECS,
             )
         )
     if not specs:
@@ -174,8 +162,9 @@ def check_backends(runner: Any) -> None:
 
 def describe_tables_v1(runner: Any) -> list[int]:
     """Tokens per block-table entry of model runner V1, one per group. Raises Unsupported for an unexpected layout."""
-    require(runner, "input_batch", "query_start_loc", "device")
+    require(runner, "input_batch", "query_start_loc", "seq_lens", "device")
     require(runner.query_start_loc, "gpu")
+    _require_lengths(runner.seq_lens)
     require(runner.input_batch, "block_table", "req_id_to_index", "num_reqs")
     tables = list(runner.input_batch.block_table.block_tables)
     for table in tables:
@@ -188,7 +177,9 @@ def describe_tables_v1(runner: Any) -> list[int]:
 
 def describe_tables_v2(runner: Any) -> list[int]:
     """Tokens per block-table entry of model runner V2, one per group. Raises Unsupported for an unexpected layout."""
-    require(runner, "block_tables", "device")
+    require(runner, "block_tables", "input_buffers", "device")
+    require(runner.input_buffers, "seq_lens")
+    _require_lengths(runner.input_buffers.seq_lens)
     require(runner.block_tables, "input_block_tables", "slot_mappings", "block_sizes")
     if getattr(runner, "pcp_manager", None) is not None:
         raise _refuse("prefill context parallel is not covered")
@@ -200,3 +191,8 @@ def describe_tables_v2(runner: Any) -> list[int]:
 def _require_table(table: Any) -> None:
     if table.dim() != 2 or str(table.dtype) not in ("torch.int32", "torch.int64"):
         raise _refuse(f"a block table is {table.dtype} with {table.dim()} dimensions, expected int32 with 2")
+
+
+def _require_lengths(lengths: Any) -> None:
+    if lengths.dim() != 1 or str(lengths.dtype) not in ("torch.int32", "torch.int64"):
+        raise _refuse(f"sequence lengths are {lengths.dtype} with {lengths.dim()} dimensions, expected int32 with 1")

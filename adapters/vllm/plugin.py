@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from kvguard.adapters.activation import asked_for
+from kvguard.adapters.activation import asked_for, refuse_contents
 
 SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
 RUNNER_V1_MODULE = "vllm.v1.worker.gpu_model_runner"
@@ -32,6 +32,7 @@ def register() -> None:
     config = GuardConfig.load()
     if config.is_off:
         return
+    refuse_contents(config, "vLLM")
     frontend.attach(when_imported)
     when_imported(SCHEDULER_MODULE, lambda module: _patch_init(module.Scheduler, _attach_scheduler))
     when_imported(RUNNER_V1_MODULE, lambda module: _patch_init(module.GPUModelRunner, _attach_runner_v1))

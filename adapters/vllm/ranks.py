@@ -13,17 +13,18 @@ import torch
 
 from kvguard.kernels.verify_pages.layout import FLAGS, NOT_CHECKED, RECORD_WORDS
 from kvguard.messages import StepDelta
-from kvguard.verifier import PendingVerdicts
+from kvguard.pools import GuardSetup
+from kvguard.verifier import PendingVerdicts, record_rows
 
 
 class RankVerdicts:
     """The verdicts of all tensor parallel ranks as one. `answers`: whether vLLM returns this rank's output."""
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, setup: GuardSetup) -> None:
         from vllm.distributed import get_tp_group
 
         group = get_tp_group()
-        self._device = device
+        self._device, self._setup = device, setup
         self._world = int(group.world_size)
         self._group = group.device_group
         self.answers = int(group.rank_in_group) == 0
@@ -32,10 +33,11 @@ class RankVerdicts:
         """Replace a step's record by the worst of all ranks; `pending` is None where this rank's guard failed."""
         if self._world == 1:
             return pending
-        shape = (len(delta.sections), len(delta.requests), RECORD_WORDS)
+        reads, writes = record_rows(self._setup, len(delta.requests))
+        shape = (len(delta.sections), reads + writes, RECORD_WORDS)
         if pending is None or pending.record is None:
             record = torch.full(shape, NOT_CHECKED, dtype=torch.int64, device=self._device)
-            pending = PendingVerdicts(step=delta.step, record=record)
+            pending = PendingVerdicts(step=delta.step, record=record, reads=reads)
         # Gloo wants the ranks side by side in the first dimension; NCCL takes either form.
         gathered = torch.empty((self._world * shape[0], *shape[1:]), dtype=torch.int64, device=self._device)
         torch.distributed.all_gather_into_tensor(gathered, pending.record, group=self._group)
@@ -43,7 +45,7 @@ class RankVerdicts:
 
 
 def worst_of(gathered: Any) -> Any:
-    """int64 [pools, rows, 4] from [ranks, pools, rows, 4]: a rank that did not check, else one that flagged."""
+    """int64 [pools, records, 4] from [ranks, pools, records, 4]: a rank that did not check, else one that flagged."""
     flags = gathered[..., FLAGS]
     weight = torch.where(flags == NOT_CHECKED, torch.iinfo(torch.int64).max, flags)
     place = weight.argmax(0)[None, ..., None].expand(1, *gathered.shape[1:])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from kvguard.guard import Guard, GuardHalt, UncheckedStep
 from kvguard.judge import Judgement
 from kvguard.kernels.verify_pages.layout import FLAGS
 from kvguard.messages import StepDelta, Verdicts
 from kvguard.pools import PoolSpec
 from kvguard.telemetry import emit
+from kvguard.write_verdicts import rows_flagged
 
 
 class VerdictHandler:
@@ -58,9 +61,13 @@ class VerdictHandler:
     def flagged_without_books(self, delta: StepDelta, model_output: Any) -> list[tuple[Any, str]]:
         """The guard has failed with this step in flight: what the device flagged in it must not leave all the same."""
         verdicts = getattr(model_output, "_kvguard", None)
-        if verdicts is None or verdicts.records is None or not delta.enforce:
+        if verdicts is None or not delta.enforce:
             return []
-        flagged = (verdicts.records[:, :, FLAGS] > 0).any(axis=0)
+        flagged = np.zeros(len(delta.requests), bool)
+        if verdicts.records is not None:
+            flagged |= (verdicts.records[:, :, FLAGS] > 0).any(axis=0)
+        if verdicts.writes is not None:
+            flagged[rows_flagged(verdicts.writes)] = True
         messages = {}
         requests = self._scheduler.requests
         for row, name in enumerate(delta.requests):

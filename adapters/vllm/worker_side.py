@@ -1,7 +1,8 @@
 """The check, next to vLLM's model runner, in the worker process.
 
-The runner hands over the very tensors that attention is about to read, after they were brought up to date and before
-the forward is launched. Nothing here waits for the device; verdicts are read where vLLM reads the sampled tokens.
+The runner hands over the very tensors that attention is about to read and write through, after they were brought up to
+date, padding lanes included, and before the forward is launched. Nothing here waits for the device; verdicts are read
+where vLLM reads the sampled tokens.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from operator import is_not
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvguard.adapters.vllm.block_books import StepPayload
 from kvguard.adapters.vllm.layout import Unsupported, check_backends, describe_tables_v1, describe_tables_v2
@@ -17,6 +18,22 @@ from kvguard.adapters.vllm.ranks import RankVerdicts
 from kvguard.pools import GuardSetup
 from kvguard.telemetry import emit
 from kvguard.verifier import PendingVerdicts, PoolInputs, Verifier
+
+VIEWS_MAX = 1024
+
+
+class BatchTensors(NamedTuple):
+    """A step as the runner has prepared it, in the runner's own tensors, one of `tables` and `slots` per KV group.
+
+    tables       int32 [table rows, columns]
+    slots        int64 [tokens]: those of the step, then its padding lanes
+    query_start  int32 [batch rows + 1]; lengths int32 [batch rows]: KV length after the step
+    """
+
+    tables: Sequence[Any]
+    slots: Sequence[Any]
+    query_start: Any
+    lengths: Any
 
 
 class WorkerSide:
@@ -33,6 +50,7 @@ class WorkerSide:
         self._payload: StepPayload | None = None
         self._pending: PendingVerdicts | None = None
         self._trouble = ""
+        self._views: dict[tuple[Any, int], tuple[Any, Any]] = {}
         runner.execute_model = self._executing(runner.execute_model)
         for name in ("sample_tokens", "pool"):
             if hasattr(runner, name):
@@ -60,14 +78,8 @@ class WorkerSide:
 
         return guarded
 
-    def _verify(
-        self, place_of: Mapping[str, int], tables: Sequence[Any], slots: Sequence[Any], query_start: Any
-    ) -> None:
-        """Check the step that the runner is preparing. A fault of the guard does not surface in vLLM.
-
-        place_of: request -> its row in the tables and in the batch; tables int32 [rows, columns] and slots
-        int64 [tokens], one per KV group; query_start int32 [batch rows + 1].
-        """
+    def _verify(self, *prepared: Any) -> None:
+        """Check the step that the runner has prepared. A fault of the guard does not surface in vLLM."""
         payload, self._payload = self._payload, None
         if payload is None:
             return
@@ -76,10 +88,10 @@ class WorkerSide:
         pending = None
         if not self._trouble:
             try:
-                pending = self._check(payload, place_of, tables, slots, query_start)
+                pending = self._check(payload, *self._look_at(*prepared))
             except Exception as error:
                 self._fail(error)
-        if self._setup is not None and self._setup.check:
+        if self._setup is not None and (self._setup.check or self._setup.check_writes):
             try:
                 # Launched on every rank in every step: one whose guard failed must not leave the others waiting.
                 pending = self._combined(pending, payload)
@@ -94,29 +106,39 @@ class WorkerSide:
 
     def _combined(self, pending: PendingVerdicts | None, payload: StepPayload) -> PendingVerdicts | None:
         if self._ranks is None:
-            self._ranks = RankVerdicts(self._runner.device)
+            assert self._setup is not None
+            self._ranks = RankVerdicts(self._runner.device, self._setup)
         combined = self._ranks.combine(pending, payload.delta)
         return None if combined is None else combined.depart()
 
-    def _check(
-        self,
-        payload: StepPayload,
-        place_of: Mapping[str, int],
-        tables: Sequence[Any],
-        slots: Sequence[Any],
-        query_start: Any,
-    ) -> PendingVerdicts:
+    def _look_at(self, *prepared: Any) -> tuple[Mapping[str, int], BatchTensors]:
+        """Each request's row, the same in tables and batch, and the tensors of the step that `_verify` was told of."""
+        raise NotImplementedError
+
+    def _check(self, payload: StepPayload, place_of: Mapping[str, int], batch: BatchTensors) -> PendingVerdicts:
         if self._verifier is None:
             self._verifier = self._make_verifier()
         rows = list(map(place_of.__getitem__, payload.delta.requests))
-        given = [*tables, *slots, query_start]
+        tables, slots, query_start, lengths = batch
+        given = [*tables, *slots, query_start, lengths]
         if len(given) != len(self._given) or any(map(is_not, given, self._given)):
             self._given = given
             self._inputs = {
-                name: PoolInputs(table=table, slot_mapping=slot, query_start=query_start, place_is_row=True)
+                name: PoolInputs(
+                    table=table, slot_mapping=slot, query_start=query_start, lengths=lengths, place_is_row=True
+                )
                 for name, table, slot in zip(self._names, tables, slots, strict=True)
             }
         return self._verifier.check(payload.delta, self._inputs, table_rows=rows)
+
+    def _first_of(self, buffer: Any, count: int, use: Any) -> Any:
+        """The same view of one of the runner's own buffers for the same number of its first elements."""
+        kept = self._views.get((use, count))
+        if kept is None or kept[0] is not buffer:
+            if len(self._views) >= VIEWS_MAX:
+                self._views.clear()
+            kept = self._views[use, count] = (buffer, buffer[:count])
+        return kept[1]
 
     def _make_verifier(self) -> Verifier:
         if self._setup is None:
@@ -166,37 +188,38 @@ class WorkerSide:
 
 
 class WorkerSideV1(WorkerSide):
-    """For vLLM's runner V1 (`vllm.v1.worker.gpu_model_runner`)."""
+    """For vLLM's runner V1 (`vllm.v1.worker.gpu_model_runner`).
+
+    The check follows `_get_slot_mappings`: what lies behind a step's tokens is stale until that has filled it.
+    """
 
     def __init__(self, runner: Any) -> None:
         super().__init__(runner)
-        self._starts: dict[int, tuple[Any, Any]] = {}
-        prepare = runner._prepare_inputs
+        get_slot_mappings = runner._get_slot_mappings
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
-            result = prepare(*args, **kwargs)
-            self.verify_prepared()
+            result = get_slot_mappings(*args, **kwargs)
+            if self._payload is not None:
+                self._verify(result[0])
             return result
 
-        runner._prepare_inputs = guarded
+        runner._get_slot_mappings = guarded
 
-    def verify_prepared(self) -> None:
-        """Check the step for which the runner has just prepared its inputs."""
-        batch = self._runner.input_batch
-        tables = batch.block_table.block_tables
-        self._verify(
-            batch.req_id_to_index,
+    def _look_at(self, *prepared: Any) -> tuple[Mapping[str, int], BatchTensors]:
+        """`prepared`: the slot mapping of each KV group, by its index, cut to the step's tokens and padding lanes."""
+        runner, (slots,) = self._runner, prepared
+        batch = runner.input_batch
+        tables, requests = batch.block_table.block_tables, batch.num_reqs
+        tensors = BatchTensors(
             [table.block_table.gpu for table in tables],
-            [table.slot_mapping.gpu for table in tables],
-            self._first_of(self._runner.query_start_loc.gpu, batch.num_reqs + 1),
+            [
+                self._first_of(table.slot_mapping.gpu, slots[group].shape[0], group)
+                for group, table in enumerate(tables)
+            ],
+            self._first_of(runner.query_start_loc.gpu, requests + 1, "start"),
+            self._first_of(runner.seq_lens, requests, "lengths"),
         )
-
-    def _first_of(self, buffer: Any, count: int) -> Any:
-        """The same view of the runner's own buffer for the same number of requests."""
-        kept = self._starts.get(count)
-        if kept is None or kept[0] is not buffer:
-            kept = self._starts[count] = (buffer, buffer[:count])
-        return kept[1]
+        return batch.req_id_to_index, tensors
 
     def _block_sizes(self) -> list[int]:
         return describe_tables_v1(self._runner)
@@ -211,12 +234,20 @@ class WorkerSideV2(WorkerSide):
 
         def guarded(input_batch: Any, *args: Any, **kwargs: Any) -> Any:
             result = prepare(input_batch, *args, **kwargs)
-            tables, slot_mappings = result
-            place_of = {name: place for place, name in enumerate(input_batch.req_ids)}
-            self._verify(place_of, tables, list(slot_mappings), input_batch.query_start_loc[: input_batch.num_reqs + 1])
+            if self._payload is not None:
+                self._verify(input_batch, *result)
             return result
 
         runner.prepare_attn = guarded
+
+    def _look_at(self, *prepared: Any) -> tuple[Mapping[str, int], BatchTensors]:
+        """`prepared`: the batch; tables, one per KV group; slots int64 [groups, tokens and padding lanes]."""
+        batch, tables, slots = prepared
+        place_of = {name: place for place, name in enumerate(batch.req_ids)}
+        requests = batch.num_reqs
+        return place_of, BatchTensors(
+            tables, list(slots), batch.query_start_loc[: requests + 1], batch.seq_lens[:requests]
+        )
 
     def _block_sizes(self) -> list[int]:
         return describe_tables_v2(self._runner)

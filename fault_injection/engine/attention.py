@@ -44,9 +44,14 @@ class AttentionPlan:
         query_start: Sequence[int],
         seq_lens: Sequence[int],
         block_table: Tensor,
+        window: int | None = None,
     ) -> None:
-        """Read the block table once for all layers; arguments are as in `model.ForwardBatch`."""
+        """Read the block table once for all layers; arguments are as in `model.ForwardBatch`.
+
+        `window`: tokens that a query sees, itself included; None: all up to itself.
+        """
         self._kv = kv
+        self._window = window
         self._heads = heads
         self._tokens = positions.shape[0]
         lengths = [end - start for start, end in zip(query_start, query_start[1:], strict=False)]
@@ -89,9 +94,15 @@ class AttentionPlan:
         slots = kv.slots(table, -(-context // kv.page_size))
         # A masked key still enters the arithmetic, and 0 times NaN is NaN: past its end a row reads its own last
         # slot again, never what stands in the rest of the page or in pages that pad the table.
-        slots = slots.gather(1, torch.minimum(key_positions, ends - 1))
+        read = torch.minimum(key_positions, ends - 1)
         limits = torch.minimum(positions.clamp_min(0).view(len(rows), max_query), ends - 1)
         hidden = key_positions > limits.unsqueeze(2)
+        if self._window is not None:
+            first = limits - (self._window - 1)
+            hidden |= key_positions < first.unsqueeze(2)
+            # Nor what stands where the window of its earliest query has passed: those pages are somebody else's.
+            read = torch.maximum(read, first.amin(1, keepdim=True))
+        slots = slots.gather(1, read)
         mask = torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf"))
         return _RowGroup(
             query_tokens=query_tokens,

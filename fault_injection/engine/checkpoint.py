@@ -40,6 +40,10 @@ class ModelConfig:
     """Longest sequence in tokens."""
     kv_scales: KVScales | None = None
     """Calibrated FP8 factors, where the checkpoint brings them (key "kv_scales")."""
+    int4_group_size: int | None = None
+    """Inputs that share a scale where the layers' matrices come packed in 4 bits (compressed-tensors), else None."""
+    window: int | None = None
+    """Tokens that every second layer (1, 3, ...) sees, the token itself included; None: every layer sees all."""
 
 
 def _load_json(path: Path) -> dict[str, Any]:
@@ -72,6 +76,21 @@ def _eos_token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     if value is None:
         return ()
     return (value,) if isinstance(value, int) else tuple(value)
+
+
+def _int4_group_size(content: dict[str, Any], path: Path) -> int | None:
+    """The group size of a checkpoint with W4A16 weights as compressed-tensors packs them; None: it is not packed."""
+    quantization = content.get("quantization_config")
+    if quantization is None:
+        return None
+    groups = list((quantization.get("config_groups") or {}).values())
+    weights = (groups[0].get("weights") or {}) if len(groups) == 1 else {}
+    kind = (quantization.get("quant_method"), quantization.get("format"), weights.get("num_bits"), weights.get("type"))
+    if kind != ("compressed-tensors", "pack-quantized", 4, "int") or not weights.get("symmetric"):
+        raise ValueError(f"{path}: these quantised weights are not supported (only symmetric INT4, compressed-tensors)")
+    if weights.get("strategy") != "group" or not weights.get("group_size"):
+        raise ValueError(f"{path}: INT4 weights need a scale for each group of inputs")
+    return int(weights["group_size"])
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -111,6 +130,7 @@ def read_config(folder: Path) -> ModelConfig:
             eos_token_ids=_eos_token_ids(content.get("eos_token_id")),
             max_positions=int(content.get("max_position_embeddings", 2048)),
             kv_scales=scales and KVScales(keys=tuple(scales["keys"]), values=tuple(scales["values"])),
+            int4_group_size=_int4_group_size(content, path),
         )
     except KeyError as error:
         raise ValueError(f"{path}: key {error} is missing") from error

@@ -12,14 +12,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvguard.adapters.generic import PagedGuard
+    from kvguard.fault_injection.engine.store import ExternalStore
 
 NULL_PAGE = 0
 
 
-def chain_keys(tokens: Sequence[int], page_size: int) -> list[int]:
-    """The cache key of every full page of `tokens`: each covers its page and everything before it."""
+def chain_keys(tokens: Sequence[int], page_size: int, tenant: str = "", lora: str = "") -> list[int]:
+    """The cache key of every full page of `tokens`: each covers its page, what is before it, tenant and adapter."""
     keys: list[int] = []
-    parent = 0
+    parent = hash((tenant, lora)) if lora else hash(tenant) if tenant else 0
     for start in range(0, len(tokens) - page_size + 1, page_size):
         parent = hash((parent, *tokens[start : start + page_size]))
         keys.append(parent)
@@ -35,11 +36,14 @@ class PagePool:
     key_of       page -> the key it is cached under
     handed_out   how often each page was given to a request; last_taker: to which one last
     idle         cached pages that no request uses, least recently used first
+    store        where cached pages go when they are evicted; None: nowhere
     """
 
-    def __init__(self, num_pages: int, guard: PagedGuard | None) -> None:
+    def __init__(self, num_pages: int, guard: PagedGuard | None, name: str | None = None) -> None:
+        """`name`: what the guard calls the pool; None: its first one."""
         self.num_pages = num_pages
         self.guard = guard
+        self.name = name
         self.free: deque[int] = deque(range(1, num_pages))
         self.references = [0] * num_pages
         self.cached: dict[int, int] = {}
@@ -48,6 +52,7 @@ class PagePool:
         self.evictions = 0
         self.handed_out = [0] * num_pages
         self.last_taker: dict[int, str] = {}
+        self.store: ExternalStore | None = None
 
     @property
     def available(self) -> int:
@@ -61,7 +66,7 @@ class PagePool:
                 self.evict(next(iter(self.idle)))
                 continue
             page = self.free.popleft()
-            if self.guard is not None and not self.guard.allocate(request, [page]):
+            if self.guard is not None and not self.guard.allocate(request, [page], pool=self.name):
                 continue
             self.references[page] = 1
             self.handed_out[page] += 1
@@ -82,7 +87,7 @@ class PagePool:
 
     def share(self, request: str, hits: Sequence[tuple[int, int]]) -> list[int]:
         """One more user for each cached page; returns the pages that the guard let through, a prefix of the hits."""
-        accepted = len(hits) if self.guard is None else self.guard.adopt(request, hits)
+        accepted = len(hits) if self.guard is None else self.guard.adopt(request, hits, pool=self.name)
         pages = [page for _, page in hits[:accepted]]
         for page in pages:
             self.references[page] += 1
@@ -93,7 +98,7 @@ class PagePool:
         """Let others find the page under `key`, unless a page of the same content is cached already."""
         if key in self.cached:
             return
-        if self.guard is not None and not self.guard.publish(request, column, key):
+        if self.guard is not None and not self.guard.publish(request, column, key, pool=self.name):
             return
         self.cached[key] = page
         self.key_of[page] = key
@@ -111,8 +116,11 @@ class PagePool:
                 self.give_back(page)
 
     def evict(self, page: int) -> None:
-        """Drop a cached page and put it on the free list."""
+        """Drop a cached page and put it on the free list, once the external store has a copy of it."""
         self.evictions += 1
+        key = self.key_of.get(page)
+        if self.store is not None and key is not None and self.cached.get(key) == page:
+            self.store.save(key, page)
         self.give_back(page)
 
     def forget(self, page: int) -> None:
@@ -121,7 +129,7 @@ class PagePool:
             del self.cached[key]
         self.key_of.pop(page, None)
         if self.guard is not None:
-            self.guard.unpublish([page])
+            self.guard.unpublish([page], pool=self.name)
         if page in self.idle:
             self.give_back(page)
 
@@ -134,7 +142,7 @@ class PagePool:
         if self.guard is None:
             self.free.append(page)
         else:
-            self.free.extend(self.guard.retire([page]).reusable)
+            self.free.extend(self.guard.retire([page], pool=self.name).reusable)
 
     def reset_cache(self) -> list[int]:
         """Forget every cached page that nobody uses; returns pages that quarantine let go, to be zeroed."""
@@ -144,7 +152,7 @@ class PagePool:
         self.key_of.clear()
         if self.guard is None:
             return []
-        released = self.guard.reset()
+        released = self.guard.reset(pool=self.name)
         listed = set(self.free)
         self.free.extend(page for page in released if page not in listed)
         return released

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-__all__ = ["PackedInt4", "int4_linear", "int4_linear_reference", "quantize_int4"]
+__all__ = ["PackedInt4", "int4_linear", "int4_linear_reference", "pack_int4", "quantize_int4"]
 
 _ZERO_POINT = 8
 """Nibbles are unsigned; nibble n stands for n - 8."""
@@ -63,12 +63,29 @@ def quantize_int4(weight: Tensor, group_size: int = 32) -> PackedInt4:
     scales = (grouped.abs().amax(dim=2) / _LARGEST).clamp_min(1e-20).to(torch.bfloat16).to(torch.float32)
     levels = (grouped / scales.unsqueeze(2)).round().clamp(-_LARGEST, _LARGEST).flatten(1).to(torch.int32) + _ZERO_POINT
     unsigned = levels.to(torch.uint8)
+    return pack_int4(unsigned[:, 0::2] | (unsigned[:, 1::2] << 4), scales)
+
+
+def pack_int4(nibbles: Tensor, scales: Tensor) -> PackedInt4:
+    """Make a weight of what a checkpoint holds: `nibbles` and `scales` as `PackedInt4` has them, scales in any float.
+
+    Raises:
+        ValueError: the shapes do not fit each other, or a scale is not bfloat16's, not finite or not positive.
+    """
+    outputs, inputs = nibbles.shape[0], 2 * nibbles.shape[1]
+    if scales.dim() != 2 or scales.shape[0] != outputs or scales.shape[1] < 1 or inputs % scales.shape[1]:
+        raise ValueError(f"scales of shape {tuple(scales.shape)} do not fit [{outputs}, {inputs}] weights")
+    scales = scales.to(torch.float32)
+    if not bool((torch.isfinite(scales) & (scales > 0) & (scales == scales.to(torch.bfloat16))).all()):
+        raise ValueError("scales must be positive, finite numbers of bfloat16")
+    group_size = inputs // scales.shape[1]
     kernel_weight = None
     if outputs % _KERNEL_OUTPUTS == 0 and group_size in _KERNEL_GROUP_SIZES:
+        levels = torch.stack((nibbles & 0xF, nibbles >> 4), dim=2).flatten(1).to(torch.int32)
         kernel_weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1)
     kernel_scales = torch.stack((scales, torch.zeros_like(scales)), dim=2).transpose(0, 1)
     return PackedInt4(
-        nibbles=unsigned[:, 0::2] | (unsigned[:, 1::2] << 4),
+        nibbles=nibbles,
         scales=scales,
         group_size=group_size,
         kernel_weight=kernel_weight,

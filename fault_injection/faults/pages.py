@@ -9,8 +9,8 @@ recite, because a fault that nobody could notice shows little.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 from kvguard.fault_injection.target import CacheKey, PageTarget, RunningRequest
@@ -26,6 +26,7 @@ class Injection:
     affected     asked when the fault goes live: the requests that must not emit anything from then on
     description  one line for the report
     cache_key    the cache key that was pointed elsewhere, if any; until that is noticed, others may follow it too
+    slots        token of the step -> (slot before, slot after), where writes were misled; pages: that they go to now
     """
 
     victims: tuple[str, ...]
@@ -35,6 +36,8 @@ class Injection:
     affected: Callable[[], frozenset[str]]
     description: str
     cache_key: CacheKey = None
+    slots: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    pages: frozenset[int] = frozenset()
 
 
 def _worth_reading(request: RunningRequest, target: PageTarget) -> list[int]:
@@ -73,7 +76,7 @@ def _pick(rng: random.Random, target: PageTarget) -> tuple[RunningRequest, int] 
     return request, rng.choice(near)
 
 
-def _readers_but_the_taker(target: PageTarget, page: int, victims: tuple[str, ...]) -> Callable[[], frozenset[str]]:
+def readers_but_the_taker(target: PageTarget, page: int, victims: tuple[str, ...]) -> Callable[[], frozenset[str]]:
     """Everyone who lists the page, those who took it from the cache meanwhile too, but not its rightful new owner."""
     before, _ = target.handed_out(page)
 
@@ -125,6 +128,15 @@ class PageFault:
         return random.Random(f"{self.name}-{self.seed}")
 
 
+def free_early(target: PageTarget, page: int, *, reused: bool) -> bool:
+    """The engine's own free path runs for a page in use. Whether it is free; `reused`: then next to be handed out."""
+    target.free_under_users(page)
+    freed = target.is_free(page)
+    if freed and reused:
+        target.make_next(page)
+    return freed
+
+
 @dataclass(frozen=True, kw_only=True)
 class FreedUnderUsers(PageFault):
     """Base: the engine's own free path runs for a page in use. `reused`: somebody takes the page in this very step."""
@@ -141,16 +153,13 @@ class FreedUnderUsers(PageFault):
         victims = self.target.users(page)
         if self.reused and not _someone_takes_a_page(self.target, victims):
             return None
-        self.target.free_under_users(page)
-        freed = self.target.is_free(page)
-        if freed and self.reused:
-            self.target.make_next(page)
+        freed = free_early(self.target, page, reused=self.reused)
         return Injection(
             victims=victims,
             page=page,
             column=column,
             live_when=lambda scheduled: freed and bool(scheduled & set(victims)),
-            affected=_readers_but_the_taker(self.target, page, victims),
+            affected=readers_but_the_taker(self.target, page, victims),
             description=f"page {page} freed under {', '.join(victims)}"
             + (" and next to be handed out" if self.reused else ""),
         )
@@ -208,7 +217,7 @@ class DoubleAllocation(PageFault):
             page=page,
             column=column,
             live_when=live,
-            affected=_readers_but_the_taker(target, page, victims),
+            affected=readers_but_the_taker(target, page, victims),
             description=f"page {page} of {', '.join(victims)} listed as free",
         )
 

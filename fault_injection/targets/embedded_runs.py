@@ -17,14 +17,18 @@ from kvguard.fault_injection.engine.pool import NULL_PAGE
 from kvguard.fault_injection.engine.recall.tokenizer import decode
 from kvguard.fault_injection.engine.scheduler import Sequence
 from kvguard.fault_injection.faults.pages import PAGE_FAULTS, PageFault
+from kvguard.fault_injection.faults.write_fault import WriteFault
+from kvguard.fault_injection.models import SMOLLM2, smollm2_folder
 from kvguard.fault_injection.plan import CleanPlan, TrialPlan
 from kvguard.fault_injection.runs import MAX_STEPS, PROOFS, Run, first_step, guard_trouble
 from kvguard.fault_injection.targets.embedded import EmbeddedTarget
+from kvguard.fault_injection.targets.write_watch import WriteWatch
 from kvguard.fault_injection.traffic import (
     Arrival,
-    PromptMaker,
+    Prompts,
     drive,
     recall_prompt,
+    smollm2_prompts,
     token_prompts,
     trial_traffic,
 )
@@ -35,7 +39,9 @@ RECALL_FOLDER = Path(__file__).parents[1] / "engine" / "recall"
 
 @lru_cache(maxsize=8)
 def load_model(model: str, weights: WeightFormat) -> LlamaModel:
-    """`recall`, or a folder with a Hugging Face Llama checkpoint. FileNotFoundError / ValueError as the loader says."""
+    """`recall`, `smollm2`, or a folder with a Llama checkpoint. FileNotFoundError / ValueError as the loader says."""
+    if model == SMOLLM2:
+        return LlamaModel.from_pretrained(smollm2_folder("int4" if weights == "int4" else "bf16"), weights)
     return LlamaModel.from_pretrained(RECALL_FOLDER if model == "recall" else Path(model), weights)
 
 
@@ -62,9 +68,21 @@ def check_model(model: str, weights: str) -> None:
         raise ValueError("its logits are not finite")
 
 
-def prompt_maker(model: str, loaded: LlamaModel) -> PromptMaker:
-    """How traffic becomes token ids: the recall tokenizer, or ids of the model's vocabulary."""
-    return recall_prompt if model == "recall" else token_prompts(loaded.config.vocab_size)
+@lru_cache(maxsize=8)
+def prompts_of(model: str, vocab_size: int) -> Prompts:
+    """How traffic becomes token ids: by the model's tokenizer, or ids of its vocabulary where there is none."""
+    if model == SMOLLM2:
+        return smollm2_prompts(smollm2_folder("bf16"))
+    if model == "recall":
+        return Prompts(make=recall_prompt, text=decode, recites=True)
+    return Prompts(make=token_prompts(vocab_size), recites=True)
+
+
+def traffic_of(model: str, loaded: LlamaModel, seed: int, *, client_aborts: bool = False) -> list[Arrival]:
+    """The traffic of a trial; shorter answers of a real model, whose steps take some fifty times as long."""
+    new_tokens = range(12, 18) if model == SMOLLM2 else range(18, 27)
+    make = prompts_of(model, loaded.config.vocab_size).make
+    return trial_traffic(seed, make, client_aborts=client_aborts, new_tokens=new_tokens)
 
 
 def engine_config(*, kv_dtype: str, page_size: int, tight: bool) -> EngineConfig:
@@ -91,13 +109,16 @@ def make_guard(config: EngineConfig, *, proofs: str, backend: str, seed: int) ->
 class _Watch:
     """Injects the fault at the first suitable step and notes the first forward for which it is live."""
 
-    def __init__(self, fault: type[PageFault], seed: int, run: Run, first_step: int) -> None:
+    def __init__(self, fault: type[PageFault], seed: int, run: Run, first_step: int, recites: bool) -> None:
         self._fault, self._seed, self._run, self._first_step = fault, seed, run, first_step
+        self._recites = recites
 
     def at_schedule(self, engine: Engine) -> None:
         run = self._run
         if run.injection is None and engine.step_index >= self._first_step:
-            run.injection = self._fault(seed=self._seed, target=EmbeddedTarget(engine)).inject()
+            run.injection = self._fault(
+                seed=self._seed, target=EmbeddedTarget(engine, recites=self._recites)
+            ).inject()
             if run.injection is not None:
                 run.injected_step = engine.step_index
 
@@ -140,13 +161,24 @@ def run_engine(
     guard: PagedGuard | None = None,
     fault: type[PageFault] | None = None,
     fault_seed: int = 0,
+    recites: bool = True,
     client_aborts: dict[str, int] | None = None,
+    prepare: Callable[[Engine, Run], Callable[[], None]] | None = None,
 ) -> Run:
-    """Drive one engine through the traffic and collect what its clients saw."""
+    """Drive one engine through the traffic and collect what its clients saw. `recites` as in PageTarget.
+
+    `prepare`: called with the engine before its first step; what it answers is called at the end.
+    """
     run = Run()
     engine = Engine(model, config, guard)
+    finish = None if prepare is None else prepare(engine, run)
     if fault is not None:
-        watch = _Watch(fault, fault_seed, run, first_step(fault, fault_seed))
+        watch: _Watch | WriteWatch
+        when = first_step(fault, fault_seed)
+        if issubclass(fault, WriteFault):
+            watch = WriteWatch(fault, fault_seed, run, when, recites)
+        else:
+            watch = _Watch(fault, fault_seed, run, when, recites)
         engine.at_schedule.append(watch.at_schedule)
         engine.at_launch.append(watch.at_launch)
     after = [] if client_aborts is None else [_ClientAborts(client_aborts).after_step]
@@ -157,7 +189,7 @@ def run_engine(
             run.crash = f"not done after {MAX_STEPS} steps"
     except Exception as error:
         # An unguarded engine with a broken pool may fall over: that is an effect of the fault, not of the harness.
-        if fault is None or guard is not None:
+        if (fault is None and prepare is None) or guard is not None:
             raise
         run.crash = f"{type(error).__name__}: {error}"
     for name, output in engine.outputs.items():
@@ -166,6 +198,8 @@ def run_engine(
         run.ended_step[name] = output.ended_step
     run.promised_adoptions = engine.scheduler.promised_adoptions
     run.counts = engine.scheduler.counts
+    if finish is not None:
+        finish()
     if guard is not None:
         run.violations = guard.violations
         run.guard_trouble = guard_trouble(guard.health())
@@ -178,7 +212,7 @@ def golden_run(
 ) -> Run:
     """The same traffic without fault and guard; shared by all trials that need it."""
     loaded = load_model(model, weights)
-    arrivals = trial_traffic(traffic_seed, prompt_maker(model, loaded), client_aborts=client_aborts)
+    arrivals = traffic_of(model, loaded, traffic_seed, client_aborts=client_aborts)
     return run_engine(loaded, engine_config(kv_dtype=kv_dtype, page_size=page_size, tight=tight), arrivals)
 
 
@@ -190,10 +224,11 @@ class EmbeddedRuns:
         self._plan, self._model, self._backend, self._proofs = plan, model, backend, proofs
         self._loaded = load_model(model, cell.weights)
         self._config = engine_config(kv_dtype=cell.kv_dtype, page_size=cell.page_size, tight=False)
-        self._arrivals = trial_traffic(plan.traffic_seed, prompt_maker(model, self._loaded))
+        self._prompts = prompts_of(model, self._loaded.config.vocab_size)
+        self._arrivals = traffic_of(model, self._loaded, plan.traffic_seed)
         self._fault = PAGE_FAULTS[cell.fault]
         self.exact = cell.kv_dtype == cell.weights == "fp32"
-        self.text: Callable[[tuple[int, ...]], str] | None = decode if model == "recall" else None
+        self.text: Callable[[tuple[int, ...]], str] | None = self._prompts.text
         self.prompts = {arrival.request.id: arrival.request.prompt for arrival in self._arrivals}
 
     def golden(self) -> Run:
@@ -227,6 +262,7 @@ class EmbeddedRuns:
             guard=guard,
             fault=fault,
             fault_seed=self._plan.fault_seed,
+            recites=self._prompts.recites,
             client_aborts=client_aborts,
         )
 
@@ -236,6 +272,6 @@ def clean_runs(plan: CleanPlan, *, model: str, backend: str) -> tuple[Run, Run]:
     loaded = load_model(model, plan.weights)
     config = engine_config(kv_dtype=plan.kv_dtype, page_size=plan.page_size, tight=True)
     golden = golden_run(model, plan.weights, plan.kv_dtype, plan.page_size, plan.traffic_seed, True, True)
-    arrivals = trial_traffic(plan.traffic_seed, prompt_maker(model, loaded), client_aborts=True)
+    arrivals = traffic_of(model, loaded, plan.traffic_seed, client_aborts=True)
     guard = make_guard(config, proofs="all", backend=backend, seed=plan.traffic_seed)
     return golden, run_engine(loaded, config, arrivals, guard=guard)

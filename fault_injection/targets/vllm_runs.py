@@ -14,12 +14,14 @@ from kvguard.config import GuardConfig
 from kvguard.fault_injection.faults.pages import PAGE_FAULTS, PageFault
 from kvguard.fault_injection.plan import Cell, CleanPlan, TrialPlan
 from kvguard.fault_injection.runs import PROOFS, Run, guard_trouble
+from kvguard.fault_injection.targets.checkpoints import model_folder, prompts_of
 from kvguard.fault_injection.targets.vllm import client_name
 from kvguard.fault_injection.targets.vllm_engine import VllmEngine, VllmOptions, prepare_process
-from kvguard.fault_injection.targets.vllm_models import Prompts, model_folder, prompts_of
 from kvguard.fault_injection.targets.vllm_slate import GUARD_MARK, OwnFunctions, clean_slate, leaked_pages
+from kvguard.fault_injection.targets.vllm_step import StepHook
 from kvguard.fault_injection.targets.vllm_watch import WatchedRun
-from kvguard.fault_injection.traffic import Arrival, trial_traffic
+from kvguard.fault_injection.targets.vllm_writes import VLLM_WRITE_FAULTS
+from kvguard.fault_injection.traffic import Arrival, Prompts, trial_traffic
 
 ROWS_MAX = 6
 TIGHT_TOKENS, ROOMY_TOKENS = 3 * 144, 6 * 160
@@ -123,10 +125,15 @@ def run_vllm(
     fault: type[PageFault] | None = None,
     fault_seed: int = 0,
     client_aborts: dict[str, int] | None = None,
+    padded: bool = False,
 ) -> Run:
-    """Drive one engine through the traffic and collect what its clients saw. `proofs`: None for no guard."""
+    """Drive one engine through the traffic and collect what its clients saw.
+
+    `proofs`: None for no guard. `padded`: batches have padding lanes, as with CUDA graphs.
+    """
     engine = _engines.get(options)
     functions = OwnFunctions(engine)
+    hook = StepHook(engine) if padded else None
     guard = None if proofs is None else _attach(engine, proofs=proofs, seed=guard_seed)
     watched = WatchedRun(
         engine,
@@ -136,6 +143,7 @@ def run_vllm(
         fault_seed=fault_seed,
         client_aborts=client_aborts,
         guard=guard,
+        hook=hook,
     )
     run = watched.run
     try:
@@ -171,13 +179,15 @@ class VllmRuns:
         self._options = vllm_options(plan.cell, model=model, tight=False)
         self._prompts = prompts_of(model, self._options.model)
         self._arrivals = _traffic(self._options, self._prompts, plan.traffic_seed, client_aborts=False)
-        self._fault = PAGE_FAULTS[plan.cell.fault]
+        self._fault = (PAGE_FAULTS | VLLM_WRITE_FAULTS)[plan.cell.fault]
+        self._padded = plan.cell.fault in VLLM_WRITE_FAULTS
         self.exact = plan.cell.kv_dtype == plan.cell.weights == "fp32"
         self.text = self._prompts.text
         self.prompts = {arrival.request.id: arrival.request.prompt for arrival in self._arrivals}
 
     def golden(self) -> Run:
-        return golden_run(self._options, self._prompts, self._plan.traffic_seed, client_aborts=False)
+        seed = self._plan.traffic_seed
+        return golden_run(self._options, self._prompts, seed, client_aborts=False, padded=self._padded)
 
     def off(self) -> Run:
         return self._run(fault=self._fault, fault_seed=self._plan.fault_seed)
@@ -190,7 +200,7 @@ class VllmRuns:
         return self._run(client_aborts=aborts)
 
     def _run(self, **how: Any) -> Run:
-        return run_vllm(self._options, self._arrivals, recites=self._prompts.recites, **how)
+        return run_vllm(self._options, self._arrivals, recites=self._prompts.recites, padded=self._padded, **how)
 
 
 def _traffic(options: VllmOptions, prompts: Prompts, seed: int, *, client_aborts: bool) -> list[Arrival]:
@@ -199,22 +209,26 @@ def _traffic(options: VllmOptions, prompts: Prompts, seed: int, *, client_aborts
     return trial_traffic(seed, prompts.make, client_aborts=client_aborts, new_tokens=new_tokens)
 
 
-_golden_runs: dict[tuple[str, int, bool], Run] = {}
+_golden_runs: dict[tuple[str, int, bool, bool], Run] = {}
 
 
-def golden_run(options: VllmOptions, prompts: Prompts, traffic_seed: int, *, client_aborts: bool) -> Run:
+def golden_run(
+    options: VllmOptions, prompts: Prompts, traffic_seed: int, *, client_aborts: bool, padded: bool = False
+) -> Run:
     """The traffic without fault and guard; shared by all trials of this process that need it."""
-    key = (repr(options), traffic_seed, client_aborts)
+    key = (repr(options), traffic_seed, client_aborts, padded)
     if key not in _golden_runs:
-        _golden_runs[key] = run_vllm(options, _traffic(options, prompts, traffic_seed, client_aborts=client_aborts))
+        arrivals = _traffic(options, prompts, traffic_seed, client_aborts=client_aborts)
+        _golden_runs[key] = run_vllm(options, arrivals, padded=padded)
     return _golden_runs[key]
 
 
 def clean_runs(plan: CleanPlan, *, model: str) -> tuple[Run, Run]:
-    """Healthy traffic in a tight pool with client aborts: guard off, guard on."""
+    """Healthy traffic in a tight pool with client aborts: guard off, guard on. Every other one has padded batches."""
     prepare(plan)
     options = vllm_options(plan, model=model, tight=True)
     prompts = prompts_of(model, options.model)
+    padded = plan.traffic_seed % 2 == 1
     arrivals = _traffic(options, prompts, plan.traffic_seed, client_aborts=True)
-    golden = golden_run(options, prompts, plan.traffic_seed, client_aborts=True)
-    return golden, run_vllm(options, arrivals, proofs="all", guard_seed=plan.traffic_seed)
+    golden = golden_run(options, prompts, plan.traffic_seed, client_aborts=True, padded=padded)
+    return golden, run_vllm(options, arrivals, proofs="all", guard_seed=plan.traffic_seed, padded=padded)

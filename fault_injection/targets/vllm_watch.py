@@ -13,6 +13,8 @@ from typing import Any
 from kvguard.fault_injection.faults.pages import PageFault
 from kvguard.fault_injection.runs import MAX_STEPS, Run, first_step
 from kvguard.fault_injection.targets.vllm import VllmTarget, client_name
+from kvguard.fault_injection.targets.vllm_step import PreparedStep, StepHook
+from kvguard.fault_injection.targets.vllm_writes import VllmWriteFault
 from kvguard.fault_injection.traffic import Arrival
 
 LEFT = "aborted by the client"
@@ -31,7 +33,9 @@ class WatchedRun:
         fault_seed: int = 0,
         client_aborts: dict[str, int] | None = None,
         guard: Any = None,
+        hook: StepHook | None = None,
     ) -> None:
+        """`hook`: set on the engine before the guard; needed for a fault of what a step writes."""
         self.run = Run()
         self.handed_out: dict[int, int] = {}
         self.last_taker: dict[int, str] = {}
@@ -47,6 +51,8 @@ class WatchedRun:
         self._taking = False
         self._publications: dict[int, tuple[int, str]] = {}
         self._left: dict[str, list[tuple[int, int]]] = {}
+        if hook is not None and fault is not None and issubclass(fault, VllmWriteFault):
+            hook.action = self._mislead
         self._wrap()
 
     # -- looking on -----------------------------------------------------------------------------------------------
@@ -123,12 +129,27 @@ class WatchedRun:
 
     def _inject(self) -> None:
         run = self.run
-        if self._fault is None or run.injection is not None or self._step < self._first:
+        if self._fault is None or run.injection is not None:
+            return
+        if issubclass(self._fault, VllmWriteFault):
+            self._fault.prepare(self._target)
+            return
+        if self._step < self._first:
             return
         run.injection = self._fault(seed=self._seed, target=self._target).inject()
         if run.injection is not None:
             run.injected_step = self._step
             self._note_detection(self._step)
+
+    def _mislead(self, step: PreparedStep) -> None:
+        """The forward of this step comes next, its slots are computed, and no guard has looked at them yet."""
+        run, fault = self.run, self._fault
+        if fault is None or not issubclass(fault, VllmWriteFault) or run.injection or self._step < self._first:
+            return
+        run.injection = fault(seed=self._seed, target=self._target, step=step).inject()
+        if run.injection is not None:
+            run.injected_step = run.live_step = self._step
+            run.affected = run.injection.affected()
 
     def _launch(self, output: Any) -> None:
         """The step's forward comes next: note whether the fault is live for it, and who took promised pages."""
@@ -236,7 +257,8 @@ def _wrap_round(engine: Any) -> None:
 
         runner.prepare_attn = prepared
         return
-    prepare = runner._prepare_inputs
+    # The guard looks after this call.
+    prepare = runner._get_slot_mappings
 
     def prepared_v1(*args: Any, **kwargs: Any) -> Any:
         result = prepare(*args, **kwargs)
@@ -244,4 +266,4 @@ def _wrap_round(engine: Any) -> None:
         wrap(table.block_table.gpu, table.slot_mapping.gpu)
         return result
 
-    runner._prepare_inputs = prepared_v1
+    runner._get_slot_mappings = prepared_v1

@@ -6,12 +6,13 @@ the slot mapping are final, and before attention or the cache write reads them.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-from kvguard.kernels.backend import backend_of
+from kvguard.kernels.backend import DEVICE_BACKENDS, backend_of, check_backend
 from kvguard.kernels.verify_pages import layout
 
-__all__ = ["layout", "verify_pages"]
+__all__ = ["layout", "verify_pages", "verify_step"]
 
 
 def verify_pages(
@@ -35,10 +36,13 @@ def verify_pages(
     query_start: Any = None,
     query_row: Any = None,
     skip_slot: int = -1,
+    backend: str | None = None,
 ) -> None:
     """Check the rows, write a verdict record for each, and neutralise the flagged ones, in place.
 
-    All arrays are NumPy arrays or all are torch tensors on one device.
+    All arrays are NumPy arrays, or all are torch tensors on one device, or all are CuPy arrays. `backend`: None takes
+    that of the table; `triton` takes torch tensors, `cupy` takes torch tensors on a GPU as well as its own arrays, and
+    both want record, evidence, evidence_row and page_tag without gaps (ValueError).
 
     Reads
       table          int32 or int64 [table_rows, table_columns], any strides: kernel-page ids, what attention reads
@@ -62,9 +66,11 @@ def verify_pages(
                      `skip_slot`, so that its writes of this step go nowhere (only where `neutral_page` is given)
     For that it reads
       query_start    int32 or int64 [batch rows + 1], not decreasing
-      query_row      int64 [rows] or None: q, the place of each checked row in the batch; None: row r is at place r
+      query_row      int64 [rows] or None: q, the place of each checked row in the batch; None: row r is at place r.
+                     A row without a place in query_start has no tokens
     """
-    if backend_of(table) == "numpy":
+    backend = backend_of(table) if backend is None else check_backend(backend)
+    if backend == "numpy":
         from kvguard.kernels.verify_pages import reference
 
         reference.verify_pages(
@@ -75,6 +81,32 @@ def verify_pages(
             extent_offset=extent_offset,
             extent_start=extent_start,
             extent_stop=extent_stop,
+            key=key,
+            split=split,
+            null_page=null_page,
+            neutral_page=neutral_page,
+            record=record,
+            evidence=evidence,
+            evidence_row=evidence_row,
+            slot_mapping=slot_mapping,
+            query_start=query_start,
+            query_row=query_row,
+            skip_slot=skip_slot,
+        )
+        return
+    if backend in DEVICE_BACKENDS:
+        from kvguard.kernels.verify_pages import one_pool
+
+        one_pool.verify_pages(
+            _step_of(backend),
+            table=table,
+            page_tag=page_tag,
+            row_index=row_index,
+            expected=expected,
+            extent_offset=extent_offset,
+            extent_start=extent_start,
+            extent_stop=extent_stop,
+            columns=columns,
             key=key,
             split=split,
             null_page=null_page,
@@ -111,3 +143,34 @@ def verify_pages(
         query_row=query_row,
         skip_slot=skip_slot,
     )
+
+
+def verify_step(*, backend: str, launch: Any, descriptors: Any, packed: Any, out: Any, workspace: Any) -> None:
+    """`verify_pages` for all pools of a step, in one launch of `triton` or `cupy` on the stream of the caller.
+
+    launch       a `descriptor.Launch`; descriptors int64 [pools, words], both from `descriptor.describe`
+    packed       int64 [words]: what the descriptors' offsets into `packed` count from
+    out          int64 [words]: what their offsets into `out` count from
+    workspace    int64 [launch.workspace_words or more], zero; it is left zero, so a launch may use the last one's
+                 on the same stream
+
+    No row is neutralised before every row of its pool has been read. Pools must not share a table or a slot mapping.
+    Nothing is awaited and nothing is allocated, so that a CUDA graph may hold the launch; a replay finds rows of any
+    length, `columns` of the pools only said how many programs to start.
+    """
+    if launch.rows == 0:
+        return
+    _step_of(backend)(launch=launch, descriptors=descriptors, packed=packed, out=out, workspace=workspace)
+
+
+def _step_of(backend: str) -> Callable[..., None]:
+    """The backend's `verify_step`; its packages are imported here and no earlier."""
+    if check_backend(backend) == "triton":
+        from kvguard.kernels.verify_pages import triton_op
+
+        return triton_op.verify_step
+    if backend == "cupy":
+        from kvguard.kernels.verify_pages import cupy_op
+
+        return cupy_op.verify_step
+    raise ValueError(f"backend {backend} has no launch for all pools of a step: use {' or '.join(DEVICE_BACKENDS)}")

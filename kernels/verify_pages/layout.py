@@ -21,3 +21,7 @@ FLAG_VACANT = 8
 """A live entry names a page whose tag is 0: freed, or never allocated."""
 FLAG_SPLIT = 16
 """Kernel pages smaller than manager pages: an entry is not the piece of its manager page that belongs there."""
+FLAG_WRITE = 64
+"""`verify_rows`: `verify_slots` flagged the row, whose tokens then go nowhere at all."""
+FLAG_WINDOW = 32
+"""`verify_windows`: a token of the attention window is not kept where it was, in the pool of the window layers."""

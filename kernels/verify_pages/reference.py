@@ -103,4 +103,6 @@ def verify_pages(
                 table[table_row, start:stop] = neutral_page * split
         if slot_mapping is not None and query_start is not None:
             place = row if query_row is None else int(query_row[row])
+            if not 0 <= place < len(query_start) - 1:
+                continue
             slot_mapping[int(query_start[place]) : int(query_start[place + 1])] = skip_slot

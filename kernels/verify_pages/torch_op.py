@@ -188,9 +188,14 @@ def verify_pages(
         token = torch.arange(slot_mapping.shape[0], device=slot_mapping.device)
         places = query_start.shape[0] - 1
         drop_place = flagged
-        if query_row is not None:
+        if query_row is None:
+            # Rows are at their own places; what follows them in a padded batch is nobody's.
+            places = min(places, rows)
+        else:
             drop_place = torch.zeros(places, dtype=torch.int64, device=token.device)
-            drop_place = drop_place.index_add_(0, query_row, flagged.to(torch.int64)) > 0
+            known = (query_row >= 0) & (query_row < places)
+            hits = (flagged & known).to(torch.int64)
+            drop_place = drop_place.index_add_(0, query_row.clamp(0, max(places - 1, 0)), hits) > 0
         place = torch.bucketize(token, query_start[1:].to(torch.int64), right=True)
         owned = (place < places) & (token >= query_start[0])
         drop = owned & drop_place[place.clamp(max=max(places - 1, 0))]

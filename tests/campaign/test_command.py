@@ -13,7 +13,8 @@ from pathlib import Path
 
 import pytest
 
-QUICK = ("--trials", "6", "--clean-runs", "0", "--fault", "stale-row", "--weights", "fp32", "--page-size", "16")
+SMALL = ("--trials", "6", "--clean-runs", "0", "--weights", "fp32", "--page-size", "16")
+QUICK = (*SMALL, "--fault", "stale-row", "--phases", "single")
 
 
 def campaign(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -21,7 +22,7 @@ def campaign(*arguments: str, cwd: Path, **environment: str) -> subprocess.Compl
     env = {key: value for key, value in os.environ.items() if not key.startswith("KVGUARD_")}
     command = [sys.executable, "-m", "kvguard", "campaign", *arguments]
     return subprocess.run(
-        command, cwd=cwd, env={**env, **environment}, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=cwd, env={**env, **environment}, capture_output=True, text=True, timeout=900, check=False
     )
 
 
@@ -59,6 +60,7 @@ def assert_one_line_and_exit_2(result: subprocess.CompletedProcess[str], *words:
         (("--page-size", "0"), ("1 to 64",)),
         (("--page-size", "x"), ("x",)),
         (("--backend", "cuda"), ("cuda", "torch")),
+        (("--backend", "cupy"), ("cupy", "CPU")),
         (("--model", "/no/such/folder"), ("/no/such/folder", "recall")),
         (("--replay", "1"), ("runs/latest",)),
     ],
@@ -102,7 +104,7 @@ def test_a_full_disk_is_one_clear_line(tmp_path: Path, limit_bytes: int) -> None
     )
     assert resource.RLIMIT_FSIZE is not None
     result = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=900, check=False
     )
     lines = [line for line in result.stderr.splitlines() if "campaign: " in line and " of " not in line]
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr

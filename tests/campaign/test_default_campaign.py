@@ -42,7 +42,11 @@ def test_the_default_campaign_proves_everything(tmp_path: Path) -> None:
     assert seen["kv_dtype"] == {"fp32", "bf16", "fp8_e4m3", "fp8_e5m2"}
     assert seen["weights"] == {"fp32", "bf16", "int4"}
     assert seen["page_size"] == {1, 16, 64}
-    assert len(seen["fault"]) == 7
+    assert len(seen["fault"]) == 7 + 7, "faults of pages, and of a hand-over"
     assert sum(cell["trials"] for cell in data["cells"]) == data["trials"]
-    assert set(data["by_proofs"]) == {"all", "tag", "control_plane"}
+    assert set(data["by_proofs"]) == {"all", "tag", "control_plane", "transfer"}
+    phases = data["by_phases"]
+    assert set(phases) == {"single", "pd_after", "pd_during"}
+    assert phases["pd_after"]["trials"] >= 40 and phases["pd_during"]["trials"] >= 30
+    assert all(counts["potent"] >= 0.6 * counts["trials"] for counts in phases.values())
     assert data["by_proofs"]["tag"]["aborted"] > 0 and data["by_proofs"]["control_plane"]["aborted"] == 0

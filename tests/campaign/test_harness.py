@@ -67,10 +67,10 @@ def test_an_abort_of_somebody_else_is_a_false_positive(monkeypatch: pytest.Monke
     """A guard that aborts the whole batch detects the victim too; the others are counted against it."""
     original = Guard.step
 
-    def unrecorded(self: Guard, requests: Any, table_rows: Any, tokens_end: Any) -> Any:
+    def unrecorded(self: Guard, requests: Any, table_rows: Any, tokens_end: Any, tokens_start: Any = None) -> Any:
         if any(v.kind is Kind.FOREIGN_ROW for v in self.violations) or self._books.step >= 8:
             tokens_end = [end + 4096 for end in tokens_end]
-        return original(self, requests, table_rows, tokens_end)
+        return original(self, requests, table_rows, tokens_end, tokens_start)
 
     monkeypatch.setattr(Guard, "step", unrecorded)
     result = trial("stale-row")

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import json
+import platform
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+from kvguard.fault_injection import options
 from kvguard.fault_injection.faults.pages import PAGE_FAULTS
 from kvguard.fault_injection.html_report import report_html
 from kvguard.fault_injection.junit import junit_xml
+from kvguard.fault_injection.options import Options, UsageError, make_plan
 from kvguard.fault_injection.plan import RUNNERS, SCHEDULINGS, VLLM_KV_DTYPES, build_plan, build_vllm_plan
 from kvguard.fault_injection.results import CampaignResults, CleanResult, TrialResult, results_json
 from kvguard.fault_injection.run_folder import RunFolderError, plan_toml, read_plan
+from kvguard.fault_injection.targets import vllm_cpu
+from kvguard.fault_injection.targets.vllm_writes import NOT_IN_VLLM, VLLM_WRITE_FAULTS
 from kvguard.fault_injection.terminal import trial_line
 from tests.campaign.test_command import assert_one_line_and_exit_2, campaign
 
@@ -47,6 +54,69 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         (tmp_path / "plan.toml").write_text(plan_toml(plan).replace(old, new))
         with pytest.raises(RunFolderError, match="not a plan of this release"):
             read_plan(tmp_path)
+
+
+OLD_CPU = {"fp8_e4m3": "no AVX-512", "fp8_e5m2": "no AVX-512", "int4": "no kernel"}
+
+
+def vllm_options(**given: str) -> Options:
+    chosen: dict[str, Any] = {name: "all" for name in ("fault", "kv_dtype", "weights", "page_size", "runner")}
+    chosen |= {"scheduling": "all", "phases": "all", "seed": 1, "trials": 12, "clean_runs": 3, "backend": "torch"}
+    return Options(**{**chosen, "engine": "vllm", "model": None, **given})
+
+
+def test_misled_writes_are_a_campaign_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`writes` deals each of them to every set-up once, with all proofs and with theirs alone; others say why not."""
+    monkeypatch.setattr(options, "check_vllm", lambda plan: None)
+    monkeypatch.setattr(vllm_cpu, "cannot_run", lambda: {})
+    asked = replace(vllm_options(fault="writes"), trials=None, clean_runs=None)
+    plan = make_plan(asked)
+    met = {(t.cell.runner, t.cell.scheduling, t.cell.kv_dtype, t.cell.fault) for t in plan.trials}
+    assert len(met) == len(plan.trials) == 12 * len(VLLM_WRITE_FAULTS) and len(plan.clean_runs) == 12
+    for fault in VLLM_WRITE_FAULTS:
+        assert {trial.cell.proofs for trial in plan.trials if trial.cell.fault == fault} == {"all", "write_slot"}
+    (tmp_path / "plan.toml").write_text(plan_toml(plan))
+    assert read_plan(tmp_path) == plan
+    mixed = make_plan(vllm_options(fault="stale-row,slots-swapped"))
+    assert {trial.cell.fault for trial in mixed.trials} == {"stale-row", "slots-swapped"}
+    for fault, reason in NOT_IN_VLLM.items():
+        with pytest.raises(UsageError, match="none of vLLM's") as refused:
+            make_plan(vllm_options(fault=fault))
+        assert reason in str(refused.value)
+
+
+def test_what_this_cpu_cannot_run_is_left_out_and_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """`all` is what the machine runs, with the reason in the plan; what is asked for by name is refused with it."""
+    monkeypatch.setattr(options, "check_vllm", lambda plan: None)
+    monkeypatch.setattr(vllm_cpu, "cannot_run", lambda: {})
+    plan = make_plan(vllm_options())
+    assert plan.left_out == () and "fp8_e4m3" in {trial.cell.kv_dtype for trial in plan.trials}
+    monkeypatch.setattr(vllm_cpu, "cannot_run", lambda: OLD_CPU)
+    plan = make_plan(vllm_options())
+    assert {trial.cell.kv_dtype for trial in plan.trials} == {"fp32", "bf16"}
+    assert plan.left_out == ("fp8_e4m3: no AVX-512",)
+    (tmp_path / "plan.toml").write_text(plan_toml(plan))
+    assert read_plan(tmp_path) == plan
+    plan = make_plan(vllm_options(model="smollm2"))
+    assert plan.left_out == ("fp8_e4m3: no AVX-512", "int4: no kernel")
+    with pytest.raises(UsageError, match="fp8_e4m3 cannot run here: no AVX-512"):
+        make_plan(vllm_options(kv_dtype="fp8,bf16"))
+    with pytest.raises(UsageError, match="int4 cannot run here: no kernel"):
+        make_plan(vllm_options(model="smollm2", weights="int4"))
+
+
+def test_the_cpu_is_asked_as_vllm_asks_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AVX-512 or AMX on x86; other machines are vLLM's business."""
+    for machine, avx512, amx, refuses in (
+        ("x86_64", True, False, False),
+        ("x86_64", False, True, False),
+        ("AMD64", False, False, True),
+        ("aarch64", False, False, False),
+    ):
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        monkeypatch.setattr(torch.cpu, "_is_avx512_supported", lambda avx512=avx512: avx512)
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda amx=amx: amx)
+        assert (set(vllm_cpu.cannot_run()) == {"fp8_e4m3", "fp8_e5m2", "int4"}) is refuses, machine
 
 
 def test_weights_that_do_not_go_with_a_kv_dtype_are_no_setup() -> None:
@@ -90,7 +160,7 @@ def test_without_vllm_the_line_says_how_to_get_it(tmp_path: Path) -> None:
 
 def test_a_real_model_that_was_not_prepared_names_the_target(tmp_path: Path) -> None:
     """`--model smollm2` needs `make models`."""
-    arguments = ("--engine", "vllm", "--model", "smollm2", "--weights", "int4", "--kv-dtype", "fp8")
+    arguments = ("--engine", "vllm", "--model", "smollm2", "--weights", "bf16", "--kv-dtype", "bf16")
     result = campaign(*arguments, cwd=tmp_path, KVGUARD_TEST_CACHE=str(tmp_path / "nothing"))
     assert_one_line_and_exit_2(result, "make models")
 

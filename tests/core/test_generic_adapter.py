@@ -195,9 +195,9 @@ def test_a_call_that_makes_no_sense_is_counted_and_answered_as_if_unguarded(
 
 
 def test_a_step_that_makes_no_sense_is_a_fault_of_the_guard() -> None:
-    """A step of an unknown request was not verified, whoever is to blame: the guard disarms."""
+    """A step whose lists do not fit each other was not verified, whoever is to blame: the guard disarms."""
     engine = PlainEngine()
-    assert engine.guard.before_forward(["nobody"], [0], [1], PoolInputs(table=engine.table)) is None
+    assert engine.guard.before_forward(["nobody"], [0], [], PoolInputs(table=engine.table)) is None
     health = engine.guard.health()
     assert not health.armed and health.counters["guard_faults"] == 1 and health.counters["adapter_errors"] == 0
 

@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_sta
 
 from tests.core.random_world import MUST_HAPPEN, WEIGHTS, World
 
-EXAMPLES, STEPS = 300, 180
+EXAMPLES, STEPS = 330, 180
 OPERATIONS = 50_000
+"""At least; how many operations an example has depends on what else its process has imported, by a few per cent."""
 SOAK_OPERATIONS = 1_000_000
 SOAK_STEPS = 400
 SEED_VARIABLE = "KVGUARD_TEST_SEED"

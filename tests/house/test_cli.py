@@ -125,7 +125,7 @@ def test_wrong_usage_exits_2(arguments: list[str], run: Run) -> None:
 def test_a_configuration_error_is_one_line(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A refused configuration is one line on standard error, exit 2, no traceback."""
     monkeypatch.setenv("KVGUARD_LEVEL", "seals")
-    told = "level: 'seals' (from environment variable KVGUARD_LEVEL) is not in this release; use level: tags"
+    told = "level: 'seals' (from environment variable KVGUARD_LEVEL) is not in this release; use level: keys"
     assert run("config") == (2, "", f"kvguard: {told}\n")
 
 
@@ -196,11 +196,12 @@ def test_help_imports_nothing_heavy(run_python: Callable[..., str]) -> None:
 
 
 def test_help_is_quick(root: Path) -> None:
-    """The best of three `kvguard --help` takes less than 0.7 s from start to end."""
-    took_s = []
+    """The best of three `kvguard --help` takes less than three times what importing its command-line library takes."""
+    took_s: dict[str, list[float]] = {}
     for _ in range(3):
-        started = time.perf_counter()
-        command = [sys.executable, "-c", "from kvguard.cli import main; main(['--help'])"]
-        subprocess.run(command, cwd=root, check=True, capture_output=True)
-        took_s.append(time.perf_counter() - started)
-    assert min(took_s) < 0.7
+        for code in ("import typer, rich.console", "from kvguard.cli import main; main(['--help'])"):
+            started = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], cwd=root, check=True, capture_output=True)
+            took_s.setdefault(code, []).append(time.perf_counter() - started)
+    library, ours = map(min, took_s.values())
+    assert ours < 3 * library

@@ -16,6 +16,7 @@ DEFAULTS = {
     "level": "tags",
     "control_plane": True,
     "device_check": True,
+    "write_check": True,
     "on_violation": "abort",
     "on_guard_error": "disarm",
     "quarantine_pages_max": 64,
@@ -27,6 +28,7 @@ DEFAULTS = {
     "report_content": False,
     "report_dir": None,
     "seed": None,
+    "content_key_secret": None,
 }
 
 
@@ -100,10 +102,10 @@ def test_none_can_be_written_in_the_environment(monkeypatch: pytest.MonkeyPatch,
     assert GuardConfig.load(written(tmp_path, "seed: 3")).seed is None
 
 
-@pytest.mark.parametrize("level", ["keys", "seals", "debug"])
+@pytest.mark.parametrize("level", ["seals", "debug"])
 def test_levels_of_later_releases_are_refused(level: str) -> None:
     """A level that this release does not prove is refused rather than run as a weaker one."""
-    assert refusal(level=level) == f"level: '{level}' (from argument) is not in this release; use level: tags"
+    assert refusal(level=level) == f"level: '{level}' (from argument) is not in this release; use level: keys"
 
 
 @pytest.mark.parametrize("level", IMPLEMENTED_LEVELS)
@@ -145,8 +147,8 @@ def test_variables_of_the_tests_are_left_alone(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize(
     ("name", "value", "told"),
     [
-        ("level", "tgas", "'tgas' (from argument) is not one of off, tags; did you mean 'tags'?"),
-        ("level", True, "true (from argument) is not one of off, tags"),
+        ("level", "tgas", "'tgas' (from argument) is not one of off, tags, keys; did you mean 'tags'?"),
+        ("level", True, "true (from argument) is not one of off, tags, keys"),
         ("on_violation", "observ", "not one of abort, observe, halt; did you mean 'observe'?"),
         ("control_plane", "perhaps", "'perhaps' (from argument) is not true or false"),
         ("quarantine_pages_max", -1, "-1 (from argument) is not a whole number of at least 0"),
@@ -165,6 +167,27 @@ def test_a_bad_value_says_what_to_write(name: str, value: Any, told: str) -> Non
     """A bad value is refused with its field, its value, its source and what to write instead."""
     message = refusal(**{name: value})
     assert message.startswith(f"{name}: ") and told in message and "\n" not in message
+
+
+def test_a_secret_is_shown_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The secret of content keys is read from each layer, is masked where values are shown, and survives pickling."""
+    secret = "5f" * 20
+    monkeypatch.setenv("KVGUARD_CONTENT_KEY_SECRET", secret)
+    config = pickle.loads(pickle.dumps(GuardConfig.load(written(tmp_path, "content_key_secret: ''\n"))))
+    assert config.content_key_secret is not None and config.content_key_secret.get_secret_value() == secret
+    assert secret not in f"{config!r} {config} {config.explain()} {[str(row.value) for row in config.explain()]}"
+    monkeypatch.setenv("KVGUARD_CONTENT_KEY_SECRET", "none")
+    assert GuardConfig.load().content_key_secret is None
+
+
+@pytest.mark.parametrize("value", ["too-short-to-be-one", "", 12345678901234567890123456789012345, "9" * 31])
+def test_a_bad_secret_is_refused_and_not_repeated(value: Any) -> None:
+    """What was meant to be a secret does not end up in a log."""
+    message = refusal(content_key_secret=value)
+    assert message == (
+        "content_key_secret: the value (from argument) is not text of at least 32 characters, for example from "
+        "`openssl rand -hex 32`, or none"
+    )
 
 
 def test_a_bad_value_names_its_file(tmp_path: Path) -> None:
@@ -192,6 +215,7 @@ def test_a_guard_that_checks_nothing_is_refused(monkeypatch: pytest.MonkeyPatch)
     )
     assert GuardConfig(control_plane=False, level="off").is_off
     assert GuardConfig(control_plane=True).control_plane
+    assert GuardConfig(control_plane=False, level="keys").level == "keys"
 
 
 @pytest.mark.parametrize(

@@ -31,16 +31,18 @@ def test_help_lists_every_target(make: Make, root: Path) -> None:
 
 
 def test_test_checks_style_and_types_first(make: Make) -> None:
-    """`make test` runs ruff, mypy, the whole suite, and then the engine's tests in its own environment."""
+    """`make test` runs ruff, mypy, the suite with the real model at hand, and the engine's tests where it lives."""
     lines = make("--dry-run", "test").stdout.splitlines()
     assert [line.split(" ", 1)[1] for line in lines] == [
         "tools/make_env.py",
         "-m ruff check .",
         "-m mypy",
+        "-m tools.prepare_smollm2",
         '-m pytest -n 2 --dist loadfile -m "not soak"',
         "-m tools.make_engine_env vllm",
-        "-m tools.prepare_smollm2",
         ".venv-vllm/bin/python -m pytest -n 2 --dist loadfile tests/vllm",
+        "-m tools.make_engine_env sglang",
+        ".venv-sglang/bin/python -m pytest -n 2 --dist loadfile tests/sglang",
     ]
 
 

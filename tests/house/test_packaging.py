@@ -141,14 +141,16 @@ def test_the_wheel_holds_what_the_tree_holds(built: Path, project: Path) -> None
 
 @pytest.mark.slow
 def test_the_wheel_declares_the_command_line(built: Path) -> None:
-    """The wheel declares the kvguard script, the campaign command, the vLLM plug-in, and none for SGLang yet."""
+    """The wheel declares the script, the campaign command, and the plug-ins of vLLM, SGLang and pytest."""
     (wheel,) = built.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
         declared = archive.read(name).decode()
     assert "kvguard = kvguard.cli:main" in declared
     assert "[kvguard.commands]\ncampaign = kvguard.fault_injection.cli:campaign" in declared
-    assert "kvguard.adapters.vllm.plugin:register" in declared and "sglang" not in declared
+    assert "[pytest11]\nkvguard = kvguard.fault_injection.pytest_plugin" in declared
+    assert "[vllm.general_plugins]\nkvguard = kvguard.adapters.vllm.plugin:register" in declared
+    assert "[sglang.srt.plugins]\nkvguard = kvguard.adapters.sglang.plugin:register" in declared
 
 
 @pytest.mark.slow

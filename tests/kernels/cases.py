@@ -52,7 +52,7 @@ def int64(values: Any) -> Int64:
 
 
 def run_case(case: Case, backend: str) -> Outcome:
-    """Run the case on `numpy` or `torch`, with strided tables where the case asks for them."""
+    """Run the case on a backend, on the CPU, with strided tables where the case asks for them."""
     wide = np.full((case.table.shape[0], case.table.shape[1] * case.column_stride), 77, dtype=case.table.dtype)
     wide[:, :: case.column_stride] = case.table
     rows = len(case.row_index)
@@ -82,6 +82,7 @@ def run_case(case: Case, backend: str) -> Outcome:
         evidence_row=wrap(evidence_row),
         slot_mapping=wrap(slots),
         query_row=None if case.query_row is None else wrap(case.query_row.copy()),
+        backend=backend,
         **arrays,
     )
     padding = np.delete(wide, np.s_[:: case.column_stride], axis=1)
@@ -96,12 +97,21 @@ def run_case(case: Case, backend: str) -> Outcome:
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> Case:
+def cases(
+    draw: st.DrawFn,
+    *,
+    rows_max: int = 6,
+    extents_max: int = 3,
+    dtypes: tuple[Any, ...] = (np.int32, np.int64),
+    splits: tuple[int, ...] = (1, 1, 2, 4),
+    column_counts: tuple[int, ...] = tuple(range(8)),
+    column_strides: tuple[int, ...] = (1, 1, 3),
+) -> Case:
     """Small tables full of trouble: null, vacant, negative and out-of-range entries, several extents, aliased rows."""
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
-    split = draw(st.sampled_from([1, 1, 2, 4]))
-    rows = draw(st.integers(0, 6))
-    columns, num_pages = draw(st.integers(0, 7)), draw(st.integers(1, 9))
+    split = draw(st.sampled_from(splits))
+    rows = draw(st.integers(0, rows_max))
+    columns, num_pages = draw(st.sampled_from(column_counts)), draw(st.integers(1, 9))
     table_rows = draw(st.integers(0, 7))
     sound = draw(st.booleans())
     tags = rng.integers(1, 2**63 - 1, num_pages) * (rng.random(num_pages) < 0.8)
@@ -109,11 +119,11 @@ def cases(draw: st.DrawFn) -> Case:
     table = rng.integers(low, max(high, low + 1), (table_rows, columns * split))
     if sound and split > 1 and table.size:
         table = np.repeat(table[:, ::split] // split * split, split, axis=1) + np.arange(columns * split) % split
-    table = table.astype(draw(st.sampled_from([np.int32, np.int64])))
+    table = table.astype(draw(st.sampled_from(dtypes)))
     offset, start, stop = [0], [], []
     for _ in range(rows):
         position = 0
-        for _ in range(draw(st.integers(1, 3))):
+        for _ in range(draw(st.integers(1, extents_max))):
             first = position + int(rng.integers(0, 3))
             start.append(first)
             stop.append(first + int(rng.integers(0, 4)))
@@ -123,7 +133,7 @@ def cases(draw: st.DrawFn) -> Case:
     query_row = int64(rng.permutation(rows)) if draw(st.booleans()) else None
     return Case(
         table=table,
-        column_stride=draw(st.sampled_from([1, 1, 3])),
+        column_stride=draw(st.sampled_from(column_strides)),
         page_tag=int64(tags),
         row_index=int64(rng.integers(-1, table_rows + 1, rows)),
         expected=int64(rng.integers(-(2**62), 2**62, rows)),

@@ -116,6 +116,29 @@ def test_writes_are_dropped_at_the_rows_place_in_the_batch(backend: str) -> None
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_padding_behind_the_rows_is_nobodys(backend: str) -> None:
+    """A batch that was padded to more places than there are rows: a flagged row drops its own writes, no others."""
+    case = clean_case(rows=2, columns=2)
+    table = case.table.copy()
+    table[1, 0] = case.table[0, 0]
+    case = changed(case, table=table, query_start=int64([0, 1, 2, 3, 5]), slot_mapping=int64([5, 6, 7, 8, 9]))
+    assert run_case(case, backend).slot_mapping.tolist() == [5, -1, 7, 8, 9]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("place", [-1, 2, 99])
+def test_a_row_without_a_place_in_the_batch_drops_nobodys_writes(backend: str, place: int) -> None:
+    """It is flagged like any other; an index outside of `query_start` is no index."""
+    case = clean_case(rows=2, columns=2)
+    table = case.table.copy()
+    table[1, 0] = case.table[0, 0]
+    case = changed(case, table=table, query_start=int64([0, 1, 2]), slot_mapping=int64([5, 6]))
+    outcome = run_case(changed(case, query_row=int64([0, place])), backend)
+    assert outcome.record[:, layout.FLAGS].tolist() == [0, layout.FLAG_DIGEST]
+    assert outcome.slot_mapping.tolist() == [5, 6]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_entries_outside_the_live_extents_do_not_matter(backend: str) -> None:
     """Whatever stands in dropped window columns, gaps and past the end is never looked at."""
     case = clean_case(rows=1, columns=8)

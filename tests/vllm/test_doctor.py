@@ -7,7 +7,8 @@ import json
 import pytest
 from typer.testing import CliRunner
 
-from kvguard.adapters.vllm import doctor, layout
+from kvguard.adapters import findings as findings_module
+from kvguard.adapters.vllm import layout
 from kvguard.cli import build_app
 
 
@@ -46,7 +47,7 @@ def test_what_would_leave_vllm_unguarded_fails(monkeypatch: pytest.MonkeyPatch) 
     code, findings, output = run()
     assert code == 1 and failed(findings) == ["vllm plug-in"] and "VLLM_PLUGINS" in output
     monkeypatch.delenv("VLLM_PLUGINS")
-    monkeypatch.setattr(doctor, "entry_points", lambda group: [])
+    monkeypatch.setattr(findings_module, "entry_points", lambda group: [])
     assert failed(run()[1]) == ["vllm plug-in"]
     monkeypatch.undo()
     monkeypatch.setenv("KVGUARD_LEVEL", "tags")

@@ -233,16 +233,18 @@ def test_the_next_turn_of_a_talk_is_healthy(start: Callable[..., VllmEngine], bu
     assert engine.guard_side._published == {}
 
 
+@pytest.mark.parametrize("twins", [1, 2])
 def test_blocks_that_a_connector_failed_to_load_are_computed_again(
-    start: Callable[..., VllmEngine], tmp_path: Path
+    twins: int, start: Callable[..., VllmEngine], tmp_path: Path
 ) -> None:
-    """vLLM leaves their entries in the cache: whoever comes later takes them, rightly."""
+    """vLLM leaves their entries in the cache: who took them in the same step, or comes later, has them rightly."""
     from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
 
     from tests.vllm import late_connector
 
     ensure_kv_transfer_shutdown()
     engine = start(
+        max_num_batched_tokens=512,
         extra={
             "kv_transfer_config": {
                 "kv_connector": "FailingConnector",
@@ -251,13 +253,13 @@ def test_blocks_that_a_connector_failed_to_load_are_computed_again(
                 "kv_load_failure_policy": "recompute",
                 "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
             }
-        }
+        },
     )
     prompt = [(7 * token + 5) % 251 for token in range(130)]
     stored = engine.generate([prompt], [4])
     assert engine.scheduler.reset_prefix_cache()
     late_connector.FailingConnector.failing = True
-    assert engine.generate([prompt], [4]) == stored
+    assert engine.generate([prompt] * twins, [4] * twins) == stored * twins
     assert not late_connector.FailingConnector.failing, "one load has failed"
     assert_clean(engine)
     for turn in range(3):

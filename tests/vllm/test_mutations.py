@@ -13,7 +13,7 @@ pytestmark = pytest.mark.mutation
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
     """All mutations, run once, one at a time; the unmutated copy was green."""
-    return {outcome.name: outcome for outcome in run_all(VLLM_MUTATIONS, workers=1)}
+    return {outcome.name: outcome for outcome in run_all(VLLM_MUTATIONS, workers=1, preloaded=())}
 
 
 @pytest.mark.parametrize("name", [mutation.name for mutation in VLLM_MUTATIONS])

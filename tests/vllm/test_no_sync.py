@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.overrides import TorchFunctionMode
 
 from kvguard.adapters.vllm import worker_side
 from kvguard.adapters.vllm.block_books import StepPayload
@@ -24,16 +23,14 @@ from kvguard.adapters.vllm.worker_side import WorkerSide, WorkerSideV1, WorkerSi
 from kvguard.config import GuardConfig
 from kvguard.fault_injection.targets.vllm_engine import VllmEngine, VllmOptions
 from kvguard.guard import Guard
-from kvguard.kernels.verify_pages import torch_op
+from kvguard.kernels.verify_pages import torch_op as pages_torch
+from kvguard.kernels.verify_slots import torch_op as slots_torch
 from kvguard.pools import PoolSpec
 from tests.vllm.tiny import traffic, write_checkpoint
+from tests.waiting import Recorder
 
 DEVICES = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
-ROWS, COLUMNS, BLOCK = 4, 6, 16
-WAITING = {
-    "item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__", "nonzero", "argwhere",
-    "masked_select", "unique", "equal", "allclose", "__contains__", "__array__", "synchronize", "is_nonzero",
-}  # fmt: skip
+ROWS, COLUMNS, BLOCK, TOKENS = 4, 6, 16, 8
 
 
 class TwoRanks:
@@ -41,7 +38,7 @@ class TwoRanks:
 
     answers = True
 
-    def __init__(self, device: Any) -> None:
+    def __init__(self, device: Any, setup: Any) -> None:
         pass
 
     def combine(self, pending: Any, delta: Any) -> Any:
@@ -60,7 +57,8 @@ def payloads(groups: int) -> Iterator[StepPayload]:
             for name in names:
                 guard.allocate(name, list(range(page, page + columns)), pool=pool.name)
                 page += columns
-        delta = guard.step(names, [0] * ROWS, [BLOCK * 3] * ROWS)
+        starts = [0 if step == 0 else BLOCK * 3 - 1] * ROWS
+        delta = guard.step(names, [0] * ROWS, [BLOCK * 3] * ROWS, starts)
         yield StepPayload(setup=guard.setup if step == 0 else None, delta=delta)
 
 
@@ -72,6 +70,7 @@ def fake_runner(device: str, groups: int) -> Any:
 
     slots = torch.zeros((groups, 64), dtype=torch.int64, device=device)
     start = torch.zeros(ROWS + 3, dtype=torch.int32, device=device)
+    lengths = torch.zeros(ROWS + 2, dtype=torch.int32, device=device)
     tables = [table() for _ in range(groups)]
     places = {f"r{row}": ROWS - 1 - row for row in range(ROWS)}
     backend = SimpleNamespace(get_name=lambda: "FLASH_ATTN")
@@ -79,6 +78,7 @@ def fake_runner(device: str, groups: int) -> Any:
         num_reqs=ROWS,
         req_ids=list(places),
         query_start_loc=start,
+        seq_lens=lengths,
         req_id_to_index=places,
         block_table=SimpleNamespace(
             block_tables=[
@@ -96,12 +96,14 @@ def fake_runner(device: str, groups: int) -> Any:
         attn_groups=[[SimpleNamespace(backend=backend)]],
         input_batch=batch,
         query_start_loc=SimpleNamespace(gpu=start),
+        seq_lens=lengths,
+        input_buffers=SimpleNamespace(seq_lens=lengths),
         block_tables=SimpleNamespace(input_block_tables=tables, slot_mappings=slots, block_sizes=[BLOCK] * groups),
-        _prepare_inputs=lambda: None,
-        prepare_attn=lambda batch: (tuple(tables), slots),
+        _get_slot_mappings=lambda: ({group: slots[group, :TOKENS] for group in range(groups)}, {}),
+        prepare_attn=lambda batch: (tuple(tables), slots[:, :TOKENS]),
         sample_tokens=lambda: None,
     )
-    runner.execute_model = lambda output: (runner._prepare_inputs(), runner.prepare_attn(batch))[1] and None
+    runner.execute_model = lambda output: (runner._get_slot_mappings(), runner.prepare_attn(batch))[1] and None
     return runner
 
 
@@ -122,7 +124,8 @@ def test_no_value_is_read_in_a_step(
             runner.execute_model(SimpleNamespace(_kvguard=payload))
             assert attached._trouble == ""
             pending = attached._pending
-            assert pending is not None and pending.record.shape == (groups, ROWS, 4)
+            assert pending is not None and pending.record.shape == (groups, 2 * ROWS + 1, 4)
+            assert pending.reads == ROWS and attached._setup is not None and attached._setup.check_writes
             assert pending.record.device.type == device
     finally:
         if device == "cuda":
@@ -137,42 +140,20 @@ def test_a_reader_of_values_is_caught_on_meta(monkeypatch: pytest.MonkeyPatch) -
         attached = WorkerSideV1(runner)
         check = attached._check
 
-        def glancing(
-            payload: Any, places: Any, tables: Any, *rest: Any, glance: Any = glance, check: Any = check
-        ) -> Any:
-            glance(tables[0][0, 0:1])
-            return check(payload, places, tables, *rest)
+        def glancing(payload: Any, places: Any, batch: Any, glance: Any = glance, check: Any = check) -> Any:
+            glance(batch.tables[0][0, 0:1])
+            return check(payload, places, batch)
 
         monkeypatch.setattr(attached, "_check", glancing)
         runner.execute_model(SimpleNamespace(_kvguard=next(payloads(1))))
         assert attached._trouble != "", glance
 
 
-class Recorder(TorchFunctionMode):
-    """Notes every torch call that brings values of a tensor to the host."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.waits: list[str] = []
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", str(func))
-        self.calls += 1
-        if name in WAITING or (name in ("__getitem__", "__setitem__") and _indexes_by_mask(args[1])):
-            self.waits.append(name)
-        return func(*args, **(kwargs or {}))
-
-
-def _indexes_by_mask(index: Any) -> bool:
-    parts = index if isinstance(index, tuple) else (index,)
-    return any(isinstance(part, torch.Tensor) and part.dtype == torch.bool for part in parts)
-
-
 def test_a_real_engine_is_never_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every torch call of the worker side, in every step of healthy and faulty traffic on the path for devices."""
     monkeypatch.setenv("KVGUARD_LEVEL", "tags")
-    monkeypatch.setattr(torch_op, "on_host", lambda tensor: False)
+    for module in (pages_torch, slots_torch):
+        monkeypatch.setattr(module, "on_host", lambda tensor: False)
     register()
     recorder = Recorder()
     verify = WorkerSide._verify

@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.vllm.server import Reply, Server, write_tokenizer
+from tests.tokenizer import write_tokenizer
+from tests.vllm.server import Reply, Server
 from tests.vllm.tiny import traffic, write_checkpoint
 
 VICTIM = 3

@@ -1,32 +1,19 @@
-"""Models of a vLLM campaign: a tiny random Llama that is drawn on the spot, SmolLM2, or any checkpoint in a folder."""
+"""Models of a campaign inside a real engine: a tiny random Llama drawn on the spot, SmolLM2, or any checkpoint."""
 
 from __future__ import annotations
 
 import json
-import random
 import shutil
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
-from kvguard.fault_injection.models import cache_folder, smollm2_folder, write_checkpoint
-from kvguard.fault_injection.traffic import PromptMaker, token_prompts
+from kvguard.fault_injection.models import SMOLLM2, cache_folder, smollm2_folder, write_checkpoint
+from kvguard.fault_injection.traffic import Prompts, smollm2_prompts, token_prompts
 
-TINY, SMOLLM2 = "tiny", "smollm2"
+TINY = "tiny"
 TINY_VERSION = 1
 """Part of the folder's name: another drawing must not be taken for this one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Prompts:
-    """How traffic becomes token ids, and back where that can be read. `recites` as in PageTarget."""
-
-    make: PromptMaker
-    text: Callable[[tuple[int, ...]], str] | None = None
-    recites: bool = False
 
 
 def model_folder(model: str, weights: str) -> Path:
@@ -42,22 +29,9 @@ def model_folder(model: str, weights: str) -> Path:
 def prompts_of(model: str, folder: Path) -> Prompts:
     """Random tokens for a random model; SmolLM2 is made to recite a secret, so that a leak can be read."""
     if model == SMOLLM2:
-        return _smollm2_prompts(folder)
+        return smollm2_prompts(folder)
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return Prompts(make=token_prompts(int(config["vocab_size"])))
-
-
-def _smollm2_prompts(folder: Path) -> Prompts:
-    from transformers import AutoTokenizer
-
-    tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
-
-    def make(rng: random.Random, text: str) -> tuple[int, ...]:
-        del rng
-        # What stands there twice, even a model of this size says a third time, with INT4 weights too.
-        return tuple(tokenizer.encode(f"Note: {text}\nNote: {text}\nNote:", add_special_tokens=False))
-
-    return Prompts(make=make, text=lambda tokens: str(tokenizer.decode(list(tokens))))
 
 
 def tiny_folder() -> Path:

@@ -1,0 +1,132 @@
+"""What a step of SGLang's scheduler was found guilty of, as violations: events, rows, slots."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvguard.adapters.sglang.audit import Audit
+from kvguard.adapters.sglang.books import POOL
+from kvguard.adapters.sglang.step_words import PendingStep
+from kvguard.books import Books
+from kvguard.guard import Guard
+from kvguard.kernels.verify_pages import layout
+from kvguard.kernels.verify_slots.layout import FIRST, FIRST_SLOT, FLAGS, WRONG_TOKENS
+from kvguard.violation import Action, Kind, Proof, Violation
+from kvguard.write_verdicts import kind_of, tokens_from
+
+FLAG_KINDS = (
+    (layout.FLAG_RANGE, Kind.OUT_OF_RANGE_ENTRY),
+    (layout.FLAG_NULL, Kind.NULL_ENTRY),
+    (layout.FLAG_VACANT, Kind.VACANT_PAGE),
+    (layout.FLAG_SPLIT, Kind.SPLIT_ENTRY),
+)
+"""What the flags of a row say, without the page tables."""
+
+
+class Reports(Audit):
+    """The part of a SchedulerGuard that writes violations down."""
+
+    guard: Guard
+    _host_books: Books
+    _step: int
+
+    def _control_violation(
+        self, kind: Kind, page: int, detail: str, enforce: bool, *, pool: str = POOL, request: str | None = None
+    ) -> Violation:
+        """Write down what was wrong with an allocation, a free or the free list: it has taken effect."""
+        return self._host_books.violate(
+            Violation(
+                id="",
+                proof=Proof.CONTROL_PLANE,
+                kind=kind,
+                action=self._action(enforce, Action.OBSERVED),
+                pool=pool,
+                request=request,
+                step=self._step,
+                page=page,
+                page_size=self.books.page_size,
+                detail=detail,
+            )
+        )
+
+    def _action(self, enforce: bool, wanted: Action) -> Action:
+        if not enforce:
+            return Action.OBSERVED
+        return Action.HALTED if self.guard.config.on_violation == "halt" else wanted
+
+    def _row_violation(self, pending: PendingStep, req: Any, record: Any) -> Violation:
+        flags, _, position, entry = (int(word) for word in record)
+        row = int(req.kv.req_pool_idx)
+        size = self.books.page_size
+        where = self.locate(row, int(req.kv.kv_allocated_len))
+        kind = next((kind for flag, kind in FLAG_KINDS if flags & flag), None)
+        column, page = (position // size, entry // size) if position >= 0 else (where.column, where.page)
+        if kind is None or (kind is Kind.SPLIT_ENTRY and size == 1):
+            kind = where.kind
+        return self._host_books.violate(
+            Violation(
+                id="",
+                proof=Proof.TAG,
+                kind=kind,
+                action=self._action(pending.enforce, Action.ABORTED),
+                pool=POOL,
+                request=req.rid,
+                step=pending.step,
+                row=row,
+                column=column,
+                page=page,
+                found_tag=where.tag if column == where.column else 0,
+                owner=where.owner,
+                page_size=size,
+                row_entries=where.entries,
+                detail="" if where.found else "found by another rank, or gone by the time it was looked for",
+            )
+        )
+
+    def _violation_of(self, pending: PendingStep, req: Any, record: Any, writes: Any) -> Violation:
+        """The violation of a flagged row: of what it reads, if that is wrong, else of what it writes."""
+        if int(record[layout.FLAGS]) not in (layout.FLAG_WRITE, layout.NOT_CHECKED):
+            return self._row_violation(pending, req, record)
+        flags, position, slot = (int(writes[word]) for word in (FLAGS, FIRST, FIRST_SLOT))
+        detail = tokens_from(self._count_redirected(pending, writes), position, slot)
+        column = position // self.books.page_size
+        return self._write_violation(pending, kind_of(flags), slot, detail, req=req, column=column)
+
+    def _padding_violation(self, pending: PendingStep, writes: Any) -> Violation:
+        """The violation of lanes that belong to no request; nobody is aborted for it."""
+        lane, slot, count = int(writes[FIRST]), int(writes[FIRST_SLOT]), self._count_redirected(pending, writes)
+        detail = f"{count} without a request from lane {lane} on, the first to slot {slot}"
+        return self._write_violation(pending, Kind.WRITE_OF_PADDING, slot, detail)
+
+    def _count_redirected(self, pending: PendingStep, writes: Any) -> int:
+        count = int(writes[WRONG_TOKENS])
+        if pending.enforce:
+            self._host_books.counters.writes_redirected += count
+        return count
+
+    def _write_violation(
+        self, pending: PendingStep, kind: Kind, slot: int, detail: str, *, req: Any = None, column: int = -1
+    ) -> Violation:
+        size = self.books.page_size
+        page = slot // size if slot >= 0 else -1
+        inside = 0 <= page < self.books.page_owner.shape[0]
+        # The books as they are by now: a page may have changed hands since.
+        owner = self._name(int(self.books.page_owner[page])) if inside else None
+        return self._host_books.violate(
+            Violation(
+                id="",
+                proof=Proof.WRITE_SLOT,
+                kind=kind,
+                action=self._action(pending.enforce, Action.REFUSED if req is None else Action.ABORTED),
+                pool=POOL,
+                request=None if req is None else req.rid,
+                step=pending.step,
+                row=-1 if req is None else int(req.kv.req_pool_idx),
+                column=column,
+                page=page,
+                found_tag=int(self.books.page_tag[page]) if inside else 0,
+                owner=owner,
+                page_size=size,
+                detail=f"{detail}, sent to slot 0 instead" if pending.enforce else detail,
+            )
+        )

@@ -1,0 +1,48 @@
+"""From the options of `kvguard campaign --fault keys` to a plan."""
+
+from __future__ import annotations
+
+from kvguard.fault_injection.faults.keys import KEY_FAULTS
+from kvguard.fault_injection.key_plan import (
+    KEY_COUNTS,
+    KEY_KV_DTYPES,
+    KEY_WEIGHTS,
+    KEYS,
+    build_key_plan,
+)
+from kvguard.fault_injection.options import Options, UsageError, choose, choose_page_sizes
+from kvguard.fault_injection.plan import KV_DTYPES, PAGE_SIZES, WEIGHTS, CampaignPlan
+
+__all__ = ["named_keys", "keys_plan"]
+
+
+def named_keys(given: str) -> tuple[str, ...]:
+    """The faults of cache keys among those that --fault names; `keys` stands for all of them."""
+    names = [name.strip() for name in given.split(",")]
+    return tuple(name for name in KEY_FAULTS if name in names or KEYS in names)
+
+
+def keys_plan(options: Options) -> CampaignPlan:
+    """Wrong keys go alone: their engine has tenants, adapters and a store. Raises UsageError."""
+    faults = named_keys(options.fault)
+    for name in (part.strip() for part in options.fault.split(",")):
+        if name not in (*KEY_FAULTS, KEYS, ""):
+            raise UsageError(f"fault {name!r} does not go with {faults[0]!r}: give one campaign each")
+    if options.model not in (None, "recall"):
+        raise UsageError(f"--model {options.model}: wrong keys go into the recall model, with adapters")
+    if options.phases not in ("all", "single"):
+        raise UsageError(f"--phases {options.phases}: wrong keys go into one engine")
+    trials, clean_runs = KEY_COUNTS
+    try:
+        return build_key_plan(
+            seed=options.seed,
+            trials=trials if options.trials is None else options.trials,
+            clean_runs=clean_runs if options.clean_runs is None else options.clean_runs,
+            backend=options.backend,
+            faults=faults,
+            kv_dtypes=choose("KV dtype", options.kv_dtype, KV_DTYPES, everything=KEY_KV_DTYPES),
+            weights=choose("weights", options.weights, WEIGHTS, everything=KEY_WEIGHTS),
+            page_sizes=choose_page_sizes(options.page_size, PAGE_SIZES, range(1, 65), "1 to 64 tokens"),
+        )
+    except ValueError as error:
+        raise UsageError(str(error)) from None

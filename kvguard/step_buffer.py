@@ -1,0 +1,91 @@
+"""The arrays of the step that is being checked, on the device: one buffer, which every step overwrites in stream order.
+
+Kernels of earlier steps that are still queued have been given the same memory: they run before the copy that
+overwrites it, for both are enqueued on the stream of the forward.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvguard.messages import StepDelta
+
+Int64 = npt.NDArray[np.int64]
+Span = tuple[int, int]
+VIEWS_MAX = 1024
+"""Views are kept by where they lie; a service whose batches keep changing meets many, and starts anew."""
+
+
+class BufferArrays(Protocol):
+    """What a StepBuffer asks of a backend."""
+
+    def buffer(self, words: int) -> tuple[Any, Int64]:
+        """An int64 array [words] on the device, and the host memory that is sent to it: the same on a CPU."""
+        ...
+
+    def send(self, device: Any, host: Int64, words: int) -> None:
+        """Bring the first `words` of the host memory to the device; `host` may be overwritten once this returns."""
+        ...
+
+
+class StepBuffer:
+    """Holds what `StepDelta.packed` says, with the model runner's table rows filled in."""
+
+    def __init__(self, arrays: BufferArrays) -> None:
+        self._arrays = arrays
+        self._device: Any = None
+        self._host: Int64 = np.zeros(0, np.int64)
+        self._views: dict[Span, Any] = {}
+        self._packed: Any = None
+        self._sent = b""
+        self._row_spans: list[Span] = []
+        self._rows: list[int] | None = None
+        self._rows_array: Int64 = np.zeros(0, np.int64)
+
+    def load(self, delta: StepDelta, table_rows: list[int] | None) -> None:
+        """Send a delta's arrays; nothing is sent where they say what the last ones said.
+
+        table_rows: the block-table row of each request, in place of those in the delta; None: those of the delta.
+        """
+        packed, same_rows = delta.packed, self._rows == table_rows
+        row_spans = [section.table_row for section in delta.sections]
+        if same_rows and self._row_spans == row_spans:
+            if self._packed is packed:
+                # In one process a step that says the same is made of the very same array.
+                return
+            sent = packed.tobytes()
+            if self._sent.startswith(sent):
+                # The step after one with tag changes says what that one said, without them.
+                self._packed = packed
+                return
+        else:
+            sent = packed.tobytes()
+        words = len(packed)
+        if words > len(self._host):
+            self._device, self._host = self._arrays.buffer(2 * words)
+            self._views.clear()
+        # A failure half way must not leave an earlier step's arrays for this one's.
+        self._packed, self._sent = None, b""
+        self._host[:words] = packed
+        if table_rows is not None:
+            if not same_rows:
+                self._rows_array = np.array(table_rows, np.int64)
+            for start, stop in row_spans:
+                self._host[start:stop] = self._rows_array
+        self._arrays.send(self._device, self._host, words)
+        if not same_rows:
+            # A copy: the caller may change its own list in place.
+            self._rows = None if table_rows is None else list(table_rows)
+        self._packed, self._sent, self._row_spans = packed, sent, row_spans
+
+    def view(self, span: Span) -> Any:
+        """The words [start, stop) on the device, as an array of their own."""
+        view = self._views.get(span)
+        if view is None:
+            if len(self._views) >= VIEWS_MAX:
+                self._views.clear()
+            view = self._views[span] = self._device[span[0] : span[1]]
+        return view

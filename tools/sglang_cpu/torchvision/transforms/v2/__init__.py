@@ -1,0 +1,5 @@
+"""See the package above."""
+
+from torchvision.transforms import InterpolationMode
+
+__all__ = ["InterpolationMode"]
