@@ -143,7 +143,8 @@ class BookKeeping(PageHandover):
             return True
         if state.condemned is not None and not state.observed:
             return False
-        if record.publication == key and not self._contents:
+        again = record.publication == key
+        if again and not self._contents:
             # Published already, by whoever wrote it: an engine that publishes a whole prefix again changes nothing.
             return True
         size = table.spec.page_size
@@ -153,7 +154,7 @@ class BookKeeping(PageHandover):
         content = self._content_to_publish(state, index, column, page, need) if self._contents else None
         if isinstance(content, bool):
             return False
-        if record.publication == key:
+        if again:
             if content is None or record.content is None or record.content.key == content.key:
                 return True
             detail = f"the page is published by request {record.content.publisher} for other content"

@@ -155,7 +155,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the check that a condemned request publishes nothing", PROMISES, "        if state.condemned is not None and not state.observed:\n            return False\n", ""),
         ("the word of a stalled writer", REARMING, "if state.stalled or need >", "if need >"),
         ("the fresh start of a stalled writer", REARMING, "        state.stalled = False\n", ""),
-        ("publications that change nothing", PROMISES, "if record.publication == key:", "if False:"),
+        ("publications that change nothing", PROMISES, "again = record.publication == key", "again = False"),
         ("the length that a publication without page size needs", PROMISES, "        if tokens is None and size is None:\n", "        if False:\n"),
         ("the length that a publication is complete at", PROMISES, "need = tokens if tokens is not None else", "need ="),
         ("the check that ids are strings", CONTROL, "        if not isinstance(request, str):\n", "        if False:\n"),
