@@ -9,7 +9,7 @@ measured on the unwrapped pool, in between, and subtracted), and so are the kern
 clean stands in. What a step costs on a core that runs vLLM's own work and the forward in between,
 with cold caches, is what bench/vllm_step_cost.py measures.
 
-steady    no request takes a page in the step
+steady    no request takes a page in the step; every request goes on by one token, as in decode
 natural   two requests do (a page of 16 tokens gives two on average); vLLM publishes the pages that they have filled
 all       all 32 do
 """
@@ -87,6 +87,17 @@ class GuardedStep:
             self._engine.scheduler.requests[name].num_computed_tokens += BLOCK
             self._turn += 1
 
+    def advance(self) -> None:
+        """One token more for every request, as vLLM counts it; blocks for all of them where that fills them."""
+        requests = self._engine.scheduler.requests
+        if all(requests[name].num_computed_tokens % BLOCK == 0 for name in self._names):
+            for name in self._names:
+                requests[name].num_computed_tokens -= BLOCK
+            self.cross(BATCH)
+            self.run()
+        for name in self._names:
+            requests[name].num_computed_tokens += 1
+
     def run(self) -> None:
         """Everything that the wrappers add to a step."""
         payload = self._side._payload(self._output)
@@ -102,6 +113,8 @@ def measure(step: GuardedStep, case: str, context: int) -> dict[str, Any]:
     for repeat in range(REPEATS[case] + WARM_UP):
         if CROSSING[case]:
             own.append(step.draw_unguarded(CROSSING[case]) / 1e3)
+        else:
+            step.advance()
         started = time.perf_counter_ns()
         if CROSSING[case]:
             step.cross(CROSSING[case])
@@ -138,14 +151,14 @@ def results() -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="kvguard-bench-") as folder:
         model = write_checkpoint(Path(folder))
         for context in CONTEXTS:
-            crossings = sum(CROSSING[case] * (REPEATS[case] + WARM_UP) for case in REPEATS)
+            crossings = sum(max(CROSSING[case], BATCH / BLOCK) * (REPEATS[case] + WARM_UP) for case in REPEATS)
             engine = VllmEngine(
                 VllmOptions(
                     model=model,
                     max_model_len=4096,
                     max_num_seqs=BATCH,
                     max_num_batched_tokens=4096,
-                    num_blocks=BATCH * (context // BLOCK + 3) + crossings + 1,
+                    num_blocks=BATCH * (context // BLOCK + 3) + int(crossings) + BATCH,
                 )
             )
             step = GuardedStep(engine, context)

@@ -33,6 +33,8 @@ class BookKeeping(PageHandover):
         Call this before `retire` of its pages. Its steps in flight are still judged. No error if it is not live.
         """
         books = self._books
+        if books.progress is not None:
+            books.write_progress()
         state = books.requests.pop(request, None)
         if state is None:
             return
@@ -102,6 +104,8 @@ class BookKeeping(PageHandover):
 
         `cut`: the pages past `tokens` are given up, so that nothing in flight counts past it.
         """
+        if self._books.batch is not None:
+            self._books.batch.again = None
         rejected = max(0, state.computed - tokens)
         state.computed = min(state.computed, tokens)
         for pending in self._books.pending.values():
@@ -174,7 +178,7 @@ class BookKeeping(PageHandover):
         for pending in books.pending.values():
             for row in pending.rows_of(state):
                 same = pending.incarnations[row] == state.incarnation
-                if same and pending.ends[row] >= promise.need_tokens:
+                if same and pending.end(row) >= promise.need_tokens:
                     promise.step = pending.step
                     pending.promises.append((row, promise))
                     return

@@ -24,9 +24,9 @@ from kvguard.telemetry import Counters, emit
 from kvguard.violation import Action, Kind, Proof, Violation
 
 if TYPE_CHECKING:
+    from kvguard.batch import Batch, PendingStep
     from kvguard.content_calls import ContentBinding
     from kvguard.page_table import Promise
-    from kvguard.steps import Batch, PendingStep
 
 RECENT_VIOLATIONS = 256
 
@@ -99,6 +99,8 @@ class Books:
         """Grows whenever a request starts, ends or begins another incarnation: what is kept of a batch is then void."""
         self.batch: Batch | None = None
         """The rows of the last step, taken over by the next one if they are the same."""
+        self.progress: PendingStep | None = None
+        """The last verified step of a batch, if what its rows have computed was not yet written to their states."""
         self.marked: set[RequestState] = set()
         """Requests with promises, dependencies or a sentence: a step looks at each of them, and at no other."""
         self.stalled = False
@@ -130,6 +132,8 @@ class Books:
 
     def state(self, request: str) -> RequestState:
         """The live request; UsageError if it was never started or has finished."""
+        if self.progress is not None:
+            self.write_progress()
         try:
             return self.requests[request]
         except KeyError:
@@ -137,6 +141,8 @@ class Books:
 
     def new_state(self, request: str) -> RequestState:
         """A fresh request with empty ledgers."""
+        if self.progress is not None:
+            self.write_progress()
         self.roster += 1
         self.incarnations += 1
         state = RequestState(
@@ -149,13 +155,27 @@ class Books:
         self.requests[request] = state
         return state
 
+    def write_progress(self) -> None:
+        """Rows of a verified step have computed up to its end.
+
+        In steady decode each step goes beyond the one before: what it says of 32 rows is written once somebody asks,
+        which is whoever gets hold of a state.
+        """
+        pending, self.progress = self.progress, None
+        if pending is None:
+            return
+        further = pending.further
+        for state, incarnation, end in zip(pending.states, pending.incarnations, pending.base, strict=True):
+            if end + further > state.computed and state.incarnation == incarnation and not state.stalled:
+                state.computed = end + further
+
     def scheduled_tokens(self, state: RequestState) -> int:
         """Tokens of the request whose KV is written once the steps in flight have run."""
         tokens = state.computed
         for pending in self.pending.values():
             for row in pending.rows_of(state):
                 if pending.incarnations[row] == state.incarnation:
-                    tokens = max(tokens, pending.ends[row])
+                    tokens = max(tokens, pending.end(row))
         return tokens
 
     def open_promises(self, writer: RequestState) -> list[Promise]:

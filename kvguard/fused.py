@@ -102,6 +102,8 @@ class FusedCheck:
         self._sent: _Sent | None = None
         self._descriptors: tuple[Int64, Any, Any] | None = None
         self._workspace: Any = None
+        self._complete = False
+        """Whether the last step was checked as a whole, so that another one can be like it."""
 
     def check(
         self, delta: StepDelta, inputs: Sequence[Any], table_rows: list[int] | None
@@ -110,11 +112,16 @@ class FusedCheck:
 
         `inputs`: the `PoolInputs` of each pool, none where nothing is checked. The record is then None.
         """
+        self._complete = False
         plan = self._plan_for(delta, inputs) if inputs else None
         changed = [section for section in delta.sections if section.tag_pages[0] != section.tag_pages[1]]
         packed = self._send(delta, table_rows, changed, plan)
         if plan is None:
             return None, {}, 0
+        self._complete = True
+        return self._launch(plan, packed)
+
+    def _launch(self, plan: _Plan, packed: Any) -> tuple[Any, dict[str, tuple[Any, Any]], int]:
         assert self._descriptors is not None
         _, of_reads, of_writes = self._descriptors
         out = self._blank(plan.out_words)
@@ -127,13 +134,19 @@ class FusedCheck:
             verify_slots_step(launch=plan.slot_launch, descriptors=of_writes, **shared)
         if plan.reads:
             verify_step(launch=plan.launch, descriptors=of_reads, **shared)
-        pools, places, records = len(delta.sections), self._evidence_rows, plan.reads + plan.writes
+        pools, places, records = len(plan.sections), self._evidence_rows, plan.reads + plan.writes
         record = out[: pools * records * layout.RECORD_WORDS].reshape(pools, records, layout.RECORD_WORDS)
         evidence = {
             pool.name: (out[first : first + places * width].reshape(places, width), out[of_row : of_row + places])
             for pool, (first, width, of_row) in zip(self._setup.pools, plan.evidence, strict=False)
         }
         return record, evidence, plan.reads
+
+    def check_again(self) -> tuple[Any, dict[str, tuple[Any, Any]], int] | None:
+        """The check of a step that says what the last one said; None if the last one was not checked."""
+        if self._plan is None or self._sent is None or not self._complete:
+            return None
+        return self._launch(self._plan, self._sent.packed)
 
     def _send(
         self, delta: StepDelta, table_rows: list[int] | None, changed: Sequence[PoolSection], plan: _Plan | None

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kvguard.batch import PendingStep
 from kvguard.books import Books
 from kvguard.kernels.verify_pages.layout import (
     BAD_COLUMN,
@@ -20,7 +21,7 @@ from kvguard.kernels.verify_pages.layout import (
 )
 from kvguard.messages import Verdicts
 from kvguard.requests import RequestState
-from kvguard.steps import PendingStep, never_ran
+from kvguard.steps import never_ran
 from kvguard.tags import VACANT
 from kvguard.violation import Action, Kind, Proof, Violation
 from kvguard.write_verdicts import describe_padding, describe_write, padding_flagged, rows_flagged
@@ -111,23 +112,26 @@ def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgem
 
 def _confirm(books: Books, pending: PendingStep, unproven: set[int] | None) -> None:
     """Verified rows of requests that are still in the same incarnation have computed up to their end."""
-    batch = pending.batch
-    if not unproven and not books.stalled and batch.roster == books.roster:
-        for state, end in zip(batch.states, pending.ends, strict=True):
-            if end > state.computed:
-                state.computed = end
-        return
+    batch, before = pending.batch, books.progress
+    if not unproven and not books.stalled and batch.roster == books.roster and pending.unmoved:
+        if before is None or before.base is pending.base:
+            # It ends no earlier than the one whose place it takes.
+            books.progress = pending
+            return
+    books.write_progress()
     for row, state in enumerate(batch.states):
         if unproven and row in unproven or state.stalled:
             continue
         if state.incarnation == batch.incarnations[row]:
-            state.computed = max(state.computed, pending.ends[row])
+            state.computed = max(state.computed, pending.end(row))
 
 
 def _judge_flagged(books: Books, pending: PendingStep, verdicts: Verdicts, rows: list[int]) -> Judgement:
     violations: list[Violation] = []
     aborts: list[Abort] = []
     evict: set[tuple[str, int]] = set()
+    # What was verified before stands, also of requests that stall now.
+    books.write_progress()
     unproven = set(rows) | pending.condemned
     for row in rows:
         state = pending.states[row]

@@ -52,6 +52,7 @@ class StepDelta(NamedTuple):
     enforce   flagged rows are neutralised on the device and withheld on the host; False: they are only observed
     packed    int64 [words]: every array of every section, for one host-to-device copy
     sections  one per pool, in the order of the setup
+    again     it says what the step before said, whose tag changes are left out: those are made
     """
 
     step: int
@@ -59,6 +60,7 @@ class StepDelta(NamedTuple):
     enforce: bool
     packed: Int64
     sections: tuple[PoolSection, ...]
+    again: bool = False
 
     def array(self, span: tuple[int, int]) -> Int64:
         """The host view of one range of `packed`."""

@@ -81,6 +81,11 @@ class StepBuffer:
             self._rows = None if table_rows is None else list(table_rows)
         self._packed, self._sent, self._row_spans = packed, sent, row_spans
 
+    @property
+    def memory(self) -> Any:
+        """The device array that views lie in, until a delta needs a larger one."""
+        return self._device
+
     def view(self, span: Span) -> Any:
         """The words [start, stop) on the device, as an array of their own."""
         view = self._views.get(span)

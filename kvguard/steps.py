@@ -1,121 +1,22 @@
-"""Building a StepDelta: one gather for all rows and pools, no loop over pages, and nothing where nothing changed."""
+"""Building a step: one pass over its rows, no loop over pages, and nothing where nothing changed."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from operator import gt, lt
-from typing import NamedTuple
+from operator import gt, lt, sub
 
 import numpy as np
-import numpy.typing as npt
 
+from kvguard.batch import Again, Batch, PendingStep, Spans
 from kvguard.books import Books
-from kvguard.messages import PoolSection, StepDelta
+from kvguard.messages import StepDelta
+from kvguard.packing import pack, patch_rows
 from kvguard.page_table import Promise
-from kvguard.requests import DIGEST, FIELDS, FLOOR, OF_REQUEST, STOP, WRITER, RequestState
+from kvguard.requests import FIELDS, FLOOR, OF_REQUEST, UNBOUNDED, WRITER, RequestState
 from kvguard.violation import Kind
 
-Int64 = npt.NDArray[np.int64]
-NO_WRITER = -1 << 62
-"""A writer word that no column makes equal to a page's: the row may write nowhere."""
-FEW_MARKED = 8
+FEW = 8
 """So many requests are looked up one by one; more of them are found in one pass over the rows."""
-
-
-@dataclass(slots=True, eq=False)
-class Batch:
-    """The rows of a step. In steady decode the next step has the same ones, and takes over all that is here.
-
-    requests, states, incarnations, table_rows   of each row; never changed
-    roster        the books' roster when it was made: another one means that a request may be another by now
-    slots         int64 [rows]: where the rows stand in RowArrays
-    head          int64 [2 * rows + 1]: table rows, then the extent offsets of rows with one extent each
-    capacities    tokens that each row's ledgers have pages for; None after a ledger changed
-    floors        tokens that each row may not write again; None after one changed
-    body          int64 [words]: what a step without tag changes sends; None after a ledger changed. Read-only: deltas
-                  that were handed over share it.
-    regular       where each pool's arrays lie in a body whose rows have one extent each
-    spans         where they lie in this body: `regular` itself, or a list of its own
-    columns       the largest column that each pool's rows need
-    sections      the sections of the last delta, made for `sections_of`: spans, columns, and tag changes of each pool
-    """
-
-    requests: tuple[str, ...]
-    states: list[RequestState]
-    incarnations: list[int]
-    table_rows: list[int]
-    roster: int
-    slots: Int64
-    head: Int64
-    regular: list[_Spans]
-    spans: list[_Spans]
-    columns: list[int]
-    capacities: list[int] | None = None
-    floors: list[int] | None = None
-    body: Int64 | None = None
-    sections: tuple[PoolSection, ...] = ()
-    sections_of: tuple[list[_Spans], list[int], list[int]] | None = None
-    places: dict[RequestState, list[int]] | None = None
-
-    def rows_of(self, state: RequestState) -> list[int]:
-        """The rows of a request: none, one, or, if the engine lists it twice, several."""
-        if self.places is None:
-            self.places = {}
-            for row, other in enumerate(self.states):
-                self.places.setdefault(other, []).append(row)
-        return self.places.get(state, [])
-
-
-class _Spans(NamedTuple):
-    """Where one pool's arrays lie in `Batch.body`."""
-
-    expected: tuple[int, int]
-    offset: tuple[int, int]
-    start: tuple[int, int]
-    stop: tuple[int, int]
-    writer: tuple[int, int]
-    floor: tuple[int, int]
-
-
-@dataclass(slots=True, eq=False)
-class PendingStep:
-    """What the host must remember of a step until its verdicts are back.
-
-    batch         its rows, as they were when it was scheduled
-    ends          each request's KV length after the step, in tokens
-    enforce       whether violations of this step have consequences; fixed when it is built, for its kernel acts on it
-    suspects      row -> (kind, detail): rows the host already knows to be unproven; the device neutralises them
-    condemned     rows of requests that a violation ended, before this step was built or while it was in flight
-    promises      promises that this step keeps if its row is verified, with the row
-    waiting       open promises that a row of this step reads, with the row
-    next_tag      the first tag that was given out after it was built: a page that carries it or a later one may have
-                  been somebody else's when this step was built, and read by it
-    """
-
-    step: int
-    batch: Batch
-    ends: list[int]
-    enforce: bool
-    suspects: dict[int, tuple[Kind, str]] = field(default_factory=dict)
-    condemned: set[int] = field(default_factory=set)
-    promises: list[tuple[int, Promise]] = field(default_factory=list)
-    waiting: list[tuple[int, Promise]] = field(default_factory=list)
-    next_tag: int = 0
-
-    @property
-    def states(self) -> list[RequestState]:
-        """The request of each row."""
-        return self.batch.states
-
-    @property
-    def incarnations(self) -> list[int]:
-        """The incarnation of each row's request when the step was made."""
-        return self.batch.incarnations
-
-    def rows_of(self, state: RequestState) -> list[int]:
-        """The rows of a request in this step."""
-        return self.batch.rows_of(state)
 
 
 def build_step(
@@ -127,21 +28,52 @@ def build_step(
     tokens_start: Sequence[int] | None = None,
 ) -> tuple[StepDelta, PendingStep]:
     """The message for one step, and what `judge` needs when its verdicts come back."""
+    if books.progress is not None:
+        books.write_progress()
     batch = _batch(books, tuple(requests), list(table_rows))
-    pending = PendingStep(step, batch, list(tokens_end), books.enforcing, next_tag=books.tags.upcoming)
+    pending = PendingStep(step, batch, tuple(tokens_end), books.enforcing, books.tags.upcoming)
     if books.checks_writes and tokens_start is not None:
         _set_floors(books, pending, tokens_start)
     if books.rows.touched:
+        touched = list(books.rows.touched)
         books.rows.settle()
-        batch.capacities = batch.floors = batch.body = None
+        if len(touched) > FEW or not patch_rows(books, batch, touched):
+            batch.capacities = batch.floors = batch.body = None
     if books.marked:
         _look_at_marked(books, pending)
     if books.checks_tags:
         if batch.capacities is None:
             batch.capacities = [state.capacity for state in batch.states]
-        if any(map(gt, pending.ends, batch.capacities)):
+        if any(map(gt, pending.base, batch.capacities)):
             _check_coverage(books, pending)
-    return _pack(books, pending), pending
+    batch.again = None
+    delta = pack(books, pending)
+    if not (pending.suspects or pending.condemned or books.marked):
+        batch.again = Again(pending.base, pending.enforce)
+    return delta, pending
+
+
+def repeat_step(books: Books, step: int, tokens: int) -> tuple[StepDelta, PendingStep] | None:
+    """The step before once more, every row `tokens` further; None where anything but the lengths has changed."""
+    batch = books.batch
+    again = None if batch is None else batch.again
+    if again is None or batch is None or books.marked or books.rows.touched or batch.roster != books.roster:
+        return None
+    further, body, enforce = again.further + tokens, batch.body, books.enforcing
+    if body is None or again.enforce is not enforce:
+        return None
+    if again.room is None:
+        again.room = UNBOUNDED
+        if batch.capacities is not None:
+            again.room = min(map(sub, batch.capacities, again.ends), default=0)
+    if further > again.room:
+        return None
+    for table in books.tables:
+        if table.changes:
+            return None
+    again.further = further
+    pending = PendingStep(step, batch, again.ends, enforce, books.tags.upcoming, further)
+    return StepDelta(step, batch.requests, enforce, body, batch.sections, True), pending
 
 
 def _batch(books: Books, requests: tuple[str, ...], table_rows: list[int]) -> Batch:
@@ -160,7 +92,7 @@ def _batch(books: Books, requests: tuple[str, ...], table_rows: list[int]) -> Ba
     places = [2 * rows + 1 + field * rows for field in range(fields + OF_REQUEST + 1)]
     writer, floor = [(places[fields + field], places[fields + field + 1]) for field in (WRITER, FLOOR)]
     spans = [
-        _Spans((expected, start), (rows, 2 * rows + 1), (start, stop), (stop, end), writer, floor)
+        Spans((expected, start), (rows, 2 * rows + 1), (start, stop), (stop, end), writer, floor)
         for expected, start, stop, end in zip(places[::3], places[1::3], places[2::3], places[3::3], strict=False)
     ]
     batch = books.batch = Batch(
@@ -181,13 +113,13 @@ def _batch(books: Books, requests: tuple[str, ...], table_rows: list[int]) -> Ba
 def _look_at_marked(books: Books, pending: PendingStep) -> None:
     """Promises that this step covers, those that its rows depend on, and rows of requests that are being ended."""
     marked, batch = books.marked, pending.batch
-    if len(marked) < FEW_MARKED:
+    if len(marked) < FEW:
         rows = [(row, batch.states[row]) for row in sorted(row for state in marked for row in batch.rows_of(state))]
     else:
         rows = [(row, state) for row, state in enumerate(batch.states) if state in marked]
     for row, state in rows:
         if state.promises:
-            _cover_promises(pending, row, state, pending.ends[row])
+            _cover_promises(pending, row, state, pending.base[row])
     if books.checks_device:
         for row, state in rows:
             if state.observed and pending.enforce:
@@ -272,126 +204,8 @@ def _check_coverage(books: Books, pending: PendingStep) -> None:
         size = table.spec.page_size
         if size is None:
             continue
-        for row, (state, end) in enumerate(zip(pending.batch.states, pending.ends, strict=True)):
+        for row, (state, end) in enumerate(zip(pending.batch.states, pending.base, strict=True)):
             covered = len(state.ledgers[index]) * size
             if end > covered and row not in pending.condemned:
                 detail = f"the step reads {end} tokens, the ledger holds pages for {covered}"
                 pending.suspects.setdefault(row, (Kind.UNRECORDED_PAGE, detail))
-
-
-def _pack(books: Books, pending: PendingStep) -> StepDelta:
-    """One int64 array: what the ledgers of the rows say, then each pool's tag changes.
-
-    With nothing changed since the last step it is the very same array.
-    """
-    batch = pending.batch
-    packed = batch.body
-    if packed is None:
-        packed = batch.body = _gather(books, batch)
-    suspects = [*pending.suspects, *pending.condemned]
-    if suspects and pending.enforce:
-        # An expectation that nothing meets makes the kernel neutralise the row in this very step.
-        packed = packed.copy()
-        for spans in batch.spans:
-            packed[slice(*spans.expected)][suspects] ^= 1
-            packed[slice(*spans.writer)][suspects] = NO_WRITER
-    changes: list[int] = []
-    counts: list[int] = []
-    for table in books.tables:
-        counts.append(len(table.changes))
-        if table.changes:
-            changes += table.changes.keys()
-            changes += table.changes.values()
-            writers = table.writers
-            changes += [writers.get(page, 0) if tag else 0 for page, tag in table.changes.items()]
-            table.changes, table.writers = {}, {}
-    end = len(packed)
-    if changes:
-        packed = np.concatenate((packed, np.array(changes, np.int64)))
-    # Later steps may share it.
-    packed.flags.writeable = False
-    made_for = batch.sections_of
-    if (
-        made_for is None
-        or made_for[0] is not batch.spans
-        or made_for[1] != batch.columns
-        or made_for[2] != counts
-    ):
-        batch.sections_of = (batch.spans, batch.columns, counts)
-        batch.sections = _sections(books, batch, end, counts)
-    return StepDelta(
-        step=pending.step,
-        requests=batch.requests,
-        enforce=pending.enforce,
-        packed=packed,
-        sections=batch.sections,
-    )
-
-
-def _sections(books: Books, batch: Batch, position: int, changes: list[int]) -> tuple[PoolSection, ...]:
-    """Where everything lies; the tag changes, so many of each pool, begin at `position`."""
-    sections = []
-    for table, spans, columns, count in zip(books.tables, batch.spans, batch.columns, changes, strict=True):
-        sections.append(
-            PoolSection(
-                pool=table.spec.name,
-                tag_pages=(position, position + count),
-                tag_values=(position + count, position + 2 * count),
-                tag_writers=(position + 2 * count, position + 3 * count),
-                table_row=(0, len(batch.states)),
-                expected=spans.expected,
-                extent_offset=spans.offset,
-                extent_start=spans.start,
-                extent_stop=spans.stop,
-                columns=columns,
-                writer=spans.writer,
-                floor=spans.floor,
-            )
-        )
-        position += 3 * count
-    return tuple(sections)
-
-
-def _gather(books: Books, batch: Batch) -> Int64:
-    """Table rows, offsets; digests, starts, stops of each pool; writers, floors. Every row has at least one extent."""
-    if books.rows.ragged and not books.rows.ragged.isdisjoint(batch.slots.tolist()):
-        return _gather_ragged(books, batch)
-    gathered = books.rows.table.take(batch.slots, 1)
-    batch.spans = batch.regular
-    batch.columns = [max(stops, default=0) for stops in gathered[STOP::FIELDS].tolist()]
-    return np.concatenate((batch.head, gathered.ravel()))
-
-
-def _gather_ragged(books: Books, batch: Batch) -> Int64:
-    """The same where some row has several live extents: an empty row has one, (0, 0)."""
-    parts: list[Int64] = [batch.head]
-    position = len(batch.head)
-
-    def add(array: Int64) -> tuple[int, int]:
-        nonlocal position
-        start, position = position, position + len(array)
-        parts.append(array)
-        return start, position
-
-    batch.spans, batch.columns = [], []
-    of_request = len(books.tables) * FIELDS
-    writer, floor = [add(books.rows.table[of_request + field, batch.slots]) for field in (WRITER, FLOOR)]
-    for pool in range(len(books.tables)):
-        offset, starts, stops = [0], [], []
-        for state in batch.states:
-            for first, last in state.ledgers[pool].extents or [(0, 0)]:
-                starts.append(first)
-                stops.append(last)
-            offset.append(len(starts))
-        batch.spans.append(
-            _Spans(
-                expected=add(books.rows.table[pool * FIELDS + DIGEST, batch.slots]),
-                offset=add(np.array(offset, np.int64)),
-                start=add(np.array(starts, np.int64)),
-                stop=add(np.array(stops, np.int64)),
-                writer=writer,
-                floor=floor,
-            )
-        )
-        batch.columns.append(max(stops, default=0))
-    return np.concatenate(parts)

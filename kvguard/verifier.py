@@ -11,7 +11,7 @@ import math
 import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,8 @@ EVIDENCE_ROWS = 4
 """Flagged rows of a step and pool whose block table is kept for the report; further ones are flagged without."""
 EVIDENCE_COLUMNS = 4096
 _WRITES_KNOWN = operator.attrgetter("writes_known")
+AFTER_CHANGES = PoolSection._fields.index("table_row")
+"""What a section says beside its tag changes begins here."""
 BLANKS_MAX = 64
 BLANK_WORDS_MAX = 1 << 16
 
@@ -85,6 +87,10 @@ class Verifier:
         self._unseen: set[str] = set()
         self._page_sizes = {pool.name: pool.page_size for pool in setup.pools}
         self._accepted: dict[str, tuple[PoolInputs, int, PoolInputs]] = {}
+        self._prepared: list[_Launch] | None = None
+        """How the last step was checked, if a step that says the same can be checked so, too."""
+        self._launches: tuple[list[Any], tuple[Any, ...], list[_Launch]] | None = None
+        """The launches that were made last, behind what they were made for."""
         self._fused: FusedCheck | None = None
         if on_device is not None and backend in DEVICE_BACKENDS:
             self._fused = FusedCheck(
@@ -129,7 +135,7 @@ class Verifier:
             record, evidence, reads = self._fused.check(delta, accepted if checks else [], table_rows)
             self._step = delta.step
             return PendingVerdicts(step=delta.step, record=record, evidence=evidence, reads=reads)
-        buffer = self._buffer
+        buffer, self._prepared = self._buffer, None
         buffer.load(delta, table_rows)
         self._step = delta.step
         for section in delta.sections:
@@ -141,16 +147,60 @@ class Verifier:
                     scatter_tags(page_tag=self._writers[section.pool], pages=pages, tags=words)
         if not checks:
             return PendingVerdicts(step=delta.step, record=None)
-        record, *parts = self._blank("record", ((len(delta.sections), reads + writes, layout.RECORD_WORDS),), reads)
+        arrays = [buffer.memory, *accepted]
+        spans = (reads, writes, delta.enforce, *[section[AFTER_CHANGES:] for section in delta.sections])
+        kept = self._launches
+        if kept is None or kept[1] != spans or not all(map(operator.is_, kept[0], arrays)):
+            kept = self._launches = arrays, spans, self._launches_for(delta, accepted, reads, writes)
+        self._prepared = kept[2]
+        return self._launch(delta.step, self._prepared)
+
+    def _launches_for(self, delta: StepDelta, accepted: list[PoolInputs], reads: int, writes: int) -> list[_Launch]:
+        return [
+            _Launch(
+                pool.name,
+                ((len(delta.sections), reads + writes, layout.RECORD_WORDS),),
+                reads,
+                self._writes_of(pool, section, delta.enforce, given) if writes and given.writes_known else None,
+                self._reads_of(pool, section, delta.enforce, given) if reads else None,
+                self._evidence_of(pool, section, given),
+            )
+            for pool, section, given in zip(self._setup.pools, delta.sections, accepted, strict=True)
+        ]
+
+    def check_again(self, delta: StepDelta) -> PendingVerdicts | None:
+        """`check` of a delta that says what the last one said, given the inputs and table rows that this one was given.
+
+        The caller has seen to the inputs: the very memory and shapes that the last step was given. None, and nothing
+        was done, where it is not such a delta, or the last step was not checked: call `check`.
+        """
+        if not delta.again or delta.step != self._step + 1:
+            return None
+        if self._fused is not None:
+            found = self._fused.check_again()
+            if found is None:
+                return None
+            self._step = delta.step
+            return PendingVerdicts(delta.step, found[0], found[1], None, found[2])
+        if self._prepared is None:
+            return None
+        self._step = delta.step
+        return self._launch(delta.step, self._prepared)
+
+    def _launch(self, step: int, launches: list[_Launch]) -> PendingVerdicts:
+        _, shapes, reads, *_ = launches[0]
+        record, *parts = self._blank("record", shapes, reads)
         evidence = {}
-        each = zip(setup.pools, delta.sections, accepted, parts[::2], parts[1::2], strict=True)
-        for pool, section, given, of_reads, of_writes in each:
+        place = 0
+        for name, _, _, of_writes, of_reads, evidence_shapes in launches:
             # First what is written: the slots of a row that the other check flags are gone.
-            if writes and given.writes_known:
-                self._check_writes(pool, section, delta.enforce, given, of_writes)
-            if reads:
-                evidence[pool.name] = self._check_pool(pool, section, delta.enforce, given, of_reads)
-        return PendingVerdicts(step=delta.step, record=record, evidence=evidence, reads=reads)
+            if of_writes is not None:
+                verify_slots(record=parts[place + 1], **of_writes)
+            if of_reads is not None:
+                entries, rows = evidence[name] = self._blank(name, evidence_shapes)
+                verify_pages(record=parts[place], evidence=entries, evidence_row=rows, **of_reads)
+            place += 2
+        return PendingVerdicts(step, record, evidence, None, reads)
 
     def _blank(self, use: str, shapes: tuple[tuple[int, ...], ...], cut: int | None = None) -> Any:
         """Fresh arrays of -1 (not checked, no evidence), one of each shape.
@@ -200,20 +250,17 @@ class Verifier:
             accepted.append(known[2])
         return accepted
 
-    def _check_pool(
-        self,
-        pool: PoolSpec,
-        section: PoolSection,
-        enforce: bool,
-        given: PoolInputs,
-        record: Any,
-    ) -> tuple[Any, Any]:
+    @staticmethod
+    def _evidence_of(pool: PoolSpec, section: PoolSection, given: PoolInputs) -> tuple[tuple[int, ...], ...]:
+        width = evidence_width(pool, section, int(given.table.shape[1]), EVIDENCE_COLUMNS)
+        return (EVIDENCE_ROWS, width), (EVIDENCE_ROWS,)
+
+    def _reads_of(self, pool: PoolSpec, section: PoolSection, enforce: bool, given: PoolInputs) -> dict[str, Any]:
+        """What verify_pages is given, but for the arrays of a step's findings."""
         view = self._buffer.view
         row_index = view(section.table_row)
-        width = evidence_width(pool, section, int(given.table.shape[1]), EVIDENCE_COLUMNS)
-        evidence, evidence_row = self._blank(pool.name, ((EVIDENCE_ROWS, width), (EVIDENCE_ROWS,)))
         null_page = -1 if pool.null_page is None else pool.null_page
-        verify_pages(
+        return dict(
             table=given.table,
             page_tag=self._tags[pool.name],
             row_index=row_index,
@@ -226,21 +273,16 @@ class Verifier:
             split=pool.split,
             null_page=null_page,
             neutral_page=null_page if enforce else -1,
-            record=record,
-            evidence=evidence,
-            evidence_row=evidence_row,
             slot_mapping=given.slot_mapping,
             query_start=given.query_start,
             query_row=row_index if given.place_is_row else given.query_row,
             skip_slot=pool.skip_slot,
         )
-        return evidence, evidence_row
 
-    def _check_writes(
-        self, pool: PoolSpec, section: PoolSection, enforce: bool, given: PoolInputs, record: Any
-    ) -> None:
+    def _writes_of(self, pool: PoolSpec, section: PoolSection, enforce: bool, given: PoolInputs) -> dict[str, Any]:
+        """The same for verify_slots."""
         view = self._buffer.view
-        verify_slots(
+        return dict(
             slot_mapping=given.slot_mapping,
             query_start=given.query_start,
             query_row=view(section.table_row) if given.place_is_row else given.query_row,
@@ -252,13 +294,23 @@ class Verifier:
             skip_slot=pool.skip_slot,
             skip_allowed=pool.windowed,
             enforce=enforce,
-            record=record,
             null_page=-1 if pool.null_page is None else pool.null_page,
         )
 
     def tags(self, pool: str) -> Any:
         """The device mirror int64 [num_pages] of a pool's tags; for tests."""
         return self._tags[pool]
+
+
+class _Launch(NamedTuple):
+    """How one pool of a step is checked: what `_blank` is asked for, and what the kernels are given."""
+
+    pool: str
+    records: tuple[tuple[int, ...], ...]
+    reads: int
+    of_writes: dict[str, Any] | None
+    of_reads: dict[str, Any] | None
+    evidence: tuple[tuple[int, ...], ...]
 
 
 def _require_consistent(pool: str, given: PoolInputs, rows: int) -> None:

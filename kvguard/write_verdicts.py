@@ -26,7 +26,7 @@ from kvguard.messages import Int64
 from kvguard.violation import Action, Kind, Proof, Violation
 
 if TYPE_CHECKING:
-    from kvguard.steps import PendingStep
+    from kvguard.batch import PendingStep
 
 KINDS = (
     (SLOT_RANGE, Kind.WRITE_OUT_OF_RANGE),

@@ -17,6 +17,8 @@ from kvguard.messages import StepDelta
 from kvguard.pools import GuardSetup, PoolSpec
 
 _COMPUTED_TOKENS = attrgetter("num_computed_tokens")
+REPEATS_MAX = 64
+"""Steps in a row that are taken for the last one, a token further; then one is looked at in full again."""
 
 
 class StepPayload(NamedTuple):
@@ -47,6 +49,9 @@ class BlockBooks:
         self._published: dict[str, list[tuple[int, int, Any, Any, bool]]] = {}
         """request -> (group, column, key, block, whether its tokens were there already) since the books last looked."""
         self._key_in_pass: dict[int, Any] = {}
+        self._ends: list[int] = []
+        """Computed tokens of the requests of `_in_step`, as they were when those were last looked at in full."""
+        self._repeats = REPEATS_MAX
 
     # -- requests end, blocks are published -----------------------------------------------------------------------
 
@@ -137,14 +142,19 @@ class BlockBooks:
     def _payload(self, output: Any) -> StepPayload:
         """One pass over the step's requests: new blocks into their ledgers, then the message for the workers."""
         requests = self._scheduler.requests
-        drafts = output.scheduled_spec_decode_tokens
         names = list(output.num_scheduled_tokens)
+        if names == self._in_step and self._repeats < REPEATS_MAX:
+            delta = self._another_token(output.total_num_scheduled_tokens, names)
+            if delta is not None:
+                return StepPayload(None, delta)
+        drafts = output.scheduled_spec_decode_tokens
         counts = [list(map(len, map(blocks.__getitem__, names))) for blocks in self._blocks_of]
         steady = not self._published and counts == self._counts and names == self._in_step
         if not steady:
             self._catch_up_with_step(names, counts, output.num_scheduled_tokens)
         running = list(map(requests.__getitem__, names))
         ends = list(map(_COMPUTED_TOKENS, running))
+        self._ends, self._repeats = ends, REPEATS_MAX if self._speculates else 0
         starts = None
         # Where each request starts to write says which blocks it has filled: that changes as it gets another one.
         if not steady:
@@ -162,6 +172,23 @@ class BlockBooks:
         self._key_in_pass.clear()
         delta = self.guard.step(names, [0] * len(names), ends, starts)
         return StepPayload(setup=self.guard.setup if delta.step == 1 else None, delta=delta)
+
+    def _another_token(self, scheduled: int, names: list[str]) -> StepDelta | None:
+        """The message of a step in which the last one's requests each get one token more, and nothing else happened.
+
+        Blocks change hands through the functions that are wrapped: where none of them had anything to note, every
+        request has what it had. In turn, a request's progress is compared, too.
+        """
+        if scheduled != len(names) or self._fresh or self._published:
+            return None
+        repeats = self._repeats + 1
+        turn = repeats % scheduled
+        if self._scheduler.requests[names[turn]].num_computed_tokens != self._ends[turn] + repeats:
+            return None
+        delta = self.guard.step_again()
+        if delta is not None:
+            self._repeats = repeats
+        return delta
 
     def _catch_up_with_step(self, names: list[str], counts: list[list[int]], scheduled: Container[str]) -> None:
         """Learn what is new of the step's requests.

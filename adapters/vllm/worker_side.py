@@ -47,10 +47,15 @@ class WorkerSide:
         self._names: list[str] = []
         self._given: list[Any] = []
         self._inputs: dict[str, PoolInputs] = {}
+        self._requests: tuple[str, ...] = ()
+        self._rows: list[int] = []
+        """The place of each request of the last step, in tables and batch."""
         self._payload: StepPayload | None = None
         self._pending: PendingVerdicts | None = None
         self._trouble = ""
         self._views: dict[tuple[Any, int], tuple[Any, Any]] = {}
+        self._last: Any = None
+        """How the last step stood when it was checked: see `_looks_as`."""
         runner.execute_model = self._executing(runner.execute_model)
         for name in ("sample_tokens", "pool"):
             if hasattr(runner, name):
@@ -88,7 +93,7 @@ class WorkerSide:
         pending = None
         if not self._trouble:
             try:
-                pending = self._check(payload, *self._look_at(*prepared))
+                pending = self._checked(payload, *prepared)
             except Exception as error:
                 self._fail(error)
         if self._setup is not None and (self._setup.check or self._setup.check_writes):
@@ -99,6 +104,23 @@ class WorkerSide:
                 pending = None
                 self._fail(error)
         self._pending = pending
+
+    def _checked(self, payload: StepPayload, *prepared: Any) -> PendingVerdicts:
+        last, self._last = self._last, None
+        delta, verifier = payload.delta, self._verifier
+        if last is None or verifier is None or not self._looks_as(last, *prepared):
+            pending = self._check(payload, *self._look_at(*prepared))
+            self._last = self._look(*prepared)
+            return pending
+        again = verifier.check_again(delta) if delta.again else None
+        if again is not None:
+            pending = again
+        elif delta.requests == self._requests:
+            pending = verifier.check(delta, self._inputs, table_rows=self._rows)
+        else:
+            pending = self._check(payload, *self._look_at(*prepared))
+        self._last = last
+        return pending
 
     def _fail(self, error: Exception) -> None:
         self._trouble = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"
@@ -115,10 +137,19 @@ class WorkerSide:
         """Each request's row, the same in tables and batch, and the tensors of the step that `_verify` was told of."""
         raise NotImplementedError
 
+    def _look(self, *prepared: Any) -> Any:
+        """What `_looks_as` compares a later step with."""
+        raise NotImplementedError
+
+    def _looks_as(self, last: Any, *prepared: Any) -> bool:
+        """Whether `_look_at` would answer what it did then: the same places, tensors of the same memory and shapes."""
+        raise NotImplementedError
+
     def _check(self, payload: StepPayload, place_of: Mapping[str, int], batch: BatchTensors) -> PendingVerdicts:
         if self._verifier is None:
             self._verifier = self._make_verifier()
-        rows = list(map(place_of.__getitem__, payload.delta.requests))
+        self._requests = payload.delta.requests
+        rows = self._rows = list(map(place_of.__getitem__, self._requests))
         tables, slots, query_start, lengths = batch
         given = [*tables, *slots, query_start, lengths]
         if len(given) != len(self._given) or any(map(is_not, given, self._given)):
@@ -221,6 +252,25 @@ class WorkerSideV1(WorkerSide):
         )
         return batch.req_id_to_index, tensors
 
+    def _look(self, *prepared: Any) -> Any:
+        runner, (slots,) = self._runner, prepared
+        batch = runner.input_batch
+        buffers = batch.block_table, runner.query_start_loc, runner.seq_lens
+        return batch, *buffers, list(batch.req_ids), [slots[group].shape[0] for group in slots]
+
+    def _looks_as(self, last: Any, *prepared: Any) -> bool:
+        runner, (slots,) = self._runner, prepared
+        batch, tables, starts, lengths, names, tokens = last
+        # The runner's own buffers, which it makes once.
+        return bool(
+            runner.input_batch is batch
+            and batch.block_table is tables
+            and runner.query_start_loc is starts
+            and runner.seq_lens is lengths
+            and batch.req_ids == names
+            and [slots[group].shape[0] for group in slots] == tokens
+        )
+
     def _block_sizes(self) -> list[int]:
         return describe_tables_v1(self._runner)
 
@@ -248,6 +298,21 @@ class WorkerSideV2(WorkerSide):
         return place_of, BatchTensors(
             tables, list(slots), batch.query_start_loc[: requests + 1], batch.seq_lens[:requests]
         )
+
+    def _look(self, *prepared: Any) -> Any:
+        batch, tables, slots = prepared
+        tensors = [*tables, slots, batch.query_start_loc, batch.seq_lens]
+        # They are kept, so that no other tensor can be made where they lie.
+        return list(batch.req_ids), tensors, [(tensor.data_ptr(), tensor.shape) for tensor in tensors]
+
+    def _looks_as(self, last: Any, *prepared: Any) -> bool:
+        batch, tables, slots = prepared
+        names, _, places = last
+        if batch.req_ids != names or batch.num_reqs != len(names):
+            return False
+        # Views of the runner's own buffers, made anew for each step.
+        tensors = *tables, slots, batch.query_start_loc, batch.seq_lens
+        return bool([(tensor.data_ptr(), tensor.shape) for tensor in tensors] == places)
 
     def _block_sizes(self) -> list[int]:
         return describe_tables_v2(self._runner)

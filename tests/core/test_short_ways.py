@@ -15,8 +15,8 @@ from kvguard.guard import UsageError
 from kvguard.kernels.mixing import mix, signed64
 from kvguard.ledger import VECTOR_TERMS
 from kvguard.messages import StepDelta
+from kvguard.packing import NO_WRITER
 from kvguard.pools import PoolSpec
-from kvguard.steps import NO_WRITER
 from kvguard.verifier import PoolInputs
 from tests.core.random_world import WEIGHTS, World
 from tests.core.support import MAIN, Rig, aborted

@@ -16,8 +16,8 @@ import torch
 from kvguard.config import GuardConfig
 from kvguard.guard import Judgement
 from kvguard.messages import StepDelta
+from kvguard.packing import NO_WRITER
 from kvguard.pools import GuardSetup, PoolSpec
-from kvguard.steps import NO_WRITER
 from kvguard.verifier import PendingVerdicts, PoolInputs, Verifier
 from kvguard.violation import Action, Kind, Proof, Violation
 from tests.core.support import MAIN, Rig, aborted, kinds
