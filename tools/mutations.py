@@ -12,6 +12,7 @@ from typing import Final
 from tools.mutation import Mutation, of_file
 from tools.mutations_contents import CONTENT_MUTATIONS
 from tools.mutations_kernels import KERNEL_MUTATIONS
+from tools.mutations_steps import STEP_MUTATIONS
 
 CORE: Final = "tests/core"
 CONTROL: Final = f"{CORE}/test_guard_control_plane.py"
@@ -68,39 +69,11 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the progress of a stalled request", REARMING, "if unproven and row in unproven or state.stalled:", "if unproven and row in unproven:"),
         ("the progress of a stalled request, the long way round", REARMING, "if not unproven and not books.stalled and", "if not unproven and"),
         ("progress counted for the same incarnation only", IN_FLIGHT, "if state.incarnation == batch.incarnations[row]:", "if True:"),
-        ("progress counted for an unchanged roster only", SHORT, "and batch.roster == books.roster:", "and True:"),
         ("the check that a verdict was written", STEPS, "if (flags == NOT_CHECKED).any():", "if False:"),
         ("the check that every row has a verdict", STEPS, "if shape != (len(books.tables), len(pending.states)):", "if False:"),
         ("foreign pages", TAG, "setdefault(books.tables[mismatch.pool].spec.name, []).append(mismatch.page)", "setdefault(books.tables[mismatch.pool].spec.name, [])"),
         ("lost pages that the request gives back itself", TAG, "if mismatch.found != VACANT and not holders - {state.id}:", "if False:"),
         ("lost pages that somebody else holds", TAG, "if mismatch.found != VACANT and not holders - {state.id}:", "if mismatch.found != VACANT:"),
-    ),
-    *of_file(
-        "kvguard/steps.py",
-        ("the withholding of a request that is not ended yet", TAG, "                pending.condemned.add(row)\n            elif", "                pass\n            elif"),
-        ("the neutralising of rows that the host suspects", PROMISES, "packed[slice(*spans.expected)][suspects] ^= 1", "pass"),
-        ("the copy before a row's expectation is spoilt", SHORT, "        packed = packed.copy()\n", "        packed.flags.writeable = True\n"),
-        ("a batch that was kept though the roster changed", SHORT, "        and last.roster == books.roster\n", ""),
-        ("a batch that was kept though other requests run", SHORT, "        and last.requests == requests\n", ""),
-        ("a batch that was kept though its table rows moved", SHORT, "        and last.table_rows == table_rows\n", ""),
-        ("what was kept of ledgers that changed", SHORT, "        batch.capacities = batch.floors = batch.body = None\n", "        pass\n"),
-        ("sections that fit other tag changes", SHORT, "        or made_for[2] != counts\n", ""),
-        ("sections that fit other columns", SHORT, "        or made_for[1] != batch.columns\n", ""),
-        ("sections that fit another layout", SHORT, "        or made_for[0] is not batch.spans\n", ""),
-        ("the seal on what several deltas share", SHORT, "    packed.flags.writeable = False\n", ""),
-        ("a look at requests that were marked", PROMISES, "        state for state in marked if state.alive and (", "        state for state in marked if False and ("),
-        ("the check of reads past the ledger", TAG, "            _check_coverage(books, pending)\n", "            pass\n"),
-        ("the check of promises before a step", PROMISES, "            elif state.depends and books.checks_tags:\n", "            elif False:\n"),
-        ("several extents", STEPS, "        return _gather_ragged(books, batch)\n", "        pass\n"),
-        ("tag changes sent once", STEPS, "            table.changes, table.writers = {}, {}\n", ""),
-        ("the writers of pages that changed hands", WRITES, "changes += [writers.get(page, 0) if tag else 0 for", "changes += [0 for"),
-        ("no writer for a vacant page", WRITES, "writers.get(page, 0) if tag else 0 for", "writers.get(page, 0) for"),
-        ("suspects that may write nowhere", WRITES, "            packed[slice(*spans.writer)][suspects] = NO_WRITER\n", ""),
-        ("the floor of a row that crosses a page", WRITES, "            state.floor = starts[row] - starts[row] % size\n", "            pass\n"),
-        ("drafts that are written again", WRITES, "state.floor = starts[row] - starts[row] % size", "state.floor = starts[row]"),
-        ("rows that go back", WRITES, "    if any(map(lt, starts, batch.floors)):\n", "    if False:\n"),
-        ("others who read what is written again", WRITES, "            if others:\n", "            if False:\n"),
-        ("floors that were kept though they changed", WRITES, "batch.capacities = batch.floors = batch.body = None", "batch.capacities = batch.body = None"),
     ),
     *of_file(
         "kvguard/page_table.py",
@@ -257,7 +230,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("verdicts of a step's own", SHORT, "return blanks.pop()", "return blanks[-1]"),
         ("inputs looked at again for another object", STEPS, "known[0] is not given or", ""),
         ("inputs looked at again for more rows", SHORT, " or known[1] != rows:", ":"),
-        ("the check of what is written", WRITES, "                self._check_writes(pool, section, delta.enforce, given, of_writes)\n", "                pass\n"),
+        ("the check of what is written", WRITES, "                verify_slots(record=parts[place + 1], **of_writes)\n", "                pass\n"),
         ("windows that write nowhere", WRITES, "            skip_allowed=pool.windowed,\n", "            skip_allowed=False,\n"),
         ("tokens that may not be lost", WRITES, "            skip_allowed=pool.windowed,\n", "            skip_allowed=True,\n"),
         ("the floor, on the device", WRITES, "            floor=view(section.floor),\n", "            floor=None,\n"),
@@ -431,5 +404,6 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the end of a receiver's transfer by a call that makes no sense", MISUSED, "return importer.stop(request, ticket, error)", "return None"),
     ),
     *KERNEL_MUTATIONS,
+    *STEP_MUTATIONS,
     *CONTENT_MUTATIONS,
 )  # fmt: skip

@@ -1,0 +1,314 @@
+"""A step that only goes on by a token is made, checked and judged the short way, and says what the long way says."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvguard.config import GuardConfig
+from kvguard.guard import Guard
+from kvguard.kernels.verify_pages.layout import RECORD_WORDS
+from kvguard.messages import StepDelta, Verdicts
+from kvguard.pools import PoolSpec
+from kvguard.verifier import PoolInputs, Verifier
+from kvguard.violation import Violation
+from tests.core.support import Rig, aborted, flag
+from tests.kernels.interpreted import interpreting
+
+SIZE = 4
+POOLS = (PoolSpec(name="main", num_pages=64, page_size=SIZE), PoolSpec(name="other", num_pages=64, page_size=2 * SIZE))
+
+
+def said(delta: StepDelta) -> list[Any]:
+    """Everything that a delta says but for its tag changes, wherever its arrays lie."""
+    found: list[Any] = [delta.step, delta.requests, delta.enforce]
+    for section in delta.sections:
+        spans = [value for value in section[4:] if isinstance(value, tuple)]
+        found += [section.pool, section.columns, [delta.array(span).tolist() for span in spans]]
+    return found
+
+
+def steady(**options: Any) -> Rig:
+    """Two requests with room for two more tokens, their last step verified."""
+    rig = Rig(**options)
+    rig.start("a", "b", "idle")
+    rig.allocate("a", 1, 2)
+    rig.allocate("b", 3, 4)
+    rig.allocate("idle", 9)
+    assert rig.run("a", "b", ends={"a": 6, "b": 6}).clean
+    return rig
+
+
+def test_another_step_says_what_the_long_way_says() -> None:
+    """Step numbers go on, nothing is gathered again, and progress is counted."""
+    rig, other = steady(), steady()
+    for further in (1, 2):
+        delta = rig.guard.step_again()
+        assert delta is not None and delta.again
+        long = other.delta("a", "b", ends={"a": 6 + further, "b": 6 + further})
+        assert said(delta) == said(long) and not long.again
+        pending = rig.verifier.check_again(delta)
+        assert pending is not None and rig.judge(pending).clean
+        assert rig.guard.scheduled_tokens("a") == 6 + further
+    assert rig.guard.health().counters["rows_verified"] == 6
+    assert rig.guard.step_again() is None, "the third token needs another page"
+
+
+def test_steps_in_flight_count_before_they_are_verified() -> None:
+    """Two steps that went on, the first verified: what is scheduled and what is computed differ by one token."""
+    rig = steady()
+    deltas = [rig.guard.step_again(), rig.guard.step_again()]
+    for delta in deltas:
+        assert delta is not None
+    assert rig.guard.scheduled_tokens("b") == 8
+    first = rig.verifier.check_again(deltas[0])  # type: ignore[arg-type]
+    assert first is not None and rig.judge(first).clean
+    assert rig.guard._books.state("b").computed == 7
+
+
+def _retire_idle(rig: Rig) -> None:
+    rig.guard.finish("idle")
+    rig.delta("a", "b")
+    rig.guard.retire([9])
+
+
+CHANGES: dict[str, Callable[[Rig], Any]] = {
+    "a page is taken": lambda rig: rig.allocate("a", 5),
+    "a page is dropped": lambda rig: rig.guard.drop("b", 0, 1),
+    "an idle page changes its tag": lambda rig: _retire_idle(rig),
+    "a request comes": lambda rig: rig.start("c"),
+    "a request goes": lambda rig: rig.guard.finish("idle"),
+    "a request is preempted": lambda rig: rig.guard.preempt("idle"),
+    "a publication is open": lambda rig: rig.guard.publish("a", 1, "key"),
+    "tokens are taken back": lambda rig: rig.guard.rewind("b", 6),
+    "the step is abandoned": lambda rig: rig.guard.abandon(rig.delta("a", "b", ends={"a": 6, "b": 6}).step),
+    "violations only observed": lambda rig: rig.guard._books.__setattr__(
+        "config", GuardConfig.load(seed=7, on_violation="observe")
+    ),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_changes_takes_the_long_way(change: str) -> None:
+    """Nothing is made, no number is taken, and the long way works as ever."""
+    rig = steady()
+    CHANGES[change](rig)
+    before = rig.guard._books.step
+    assert rig.guard.step_again() is None
+    assert rig.guard._books.step == before
+    assert rig.delta("a", "b", ends={"a": 7, "b": 7}).step == before + 1
+
+
+def test_a_row_that_was_flagged_is_not_made_again() -> None:
+    """The request is ended: while it has not gone, no step is made with it the short way."""
+    rig = steady()
+    flag(rig, "a")
+    assert aborted(rig.run("a", "b", ends={"a": 6, "b": 6})) == {"a"}
+    assert rig.guard.step_again() is None
+
+
+def test_the_step_after_a_crossing_goes_the_short_way() -> None:
+    """Tag changes were made with the step that brought them; the next one says the same without them."""
+    rig, other = steady(), steady()
+    for each in (rig, other):
+        each.allocate("a", 7)
+        assert each.run("a", "b", ends={"a": 7, "b": 7}).clean
+    delta = rig.guard.step_again()
+    assert delta is not None
+    assert all(section.tag_pages[0] == section.tag_pages[1] for section in delta.sections)
+    assert said(delta) == said(other.delta("a", "b", ends={"a": 8, "b": 8}))
+    pending = rig.verifier.check_again(delta)
+    assert pending is not None and rig.judge(pending).clean
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_a_check_is_made_again_only_of_the_very_next_step(backend: str) -> None:
+    """A delta that changes something, one that was skipped, a verifier that has checked nothing: the long way."""
+    rig = steady(backend=backend)
+    table = {"main": PoolInputs(table=rig._wrap(rig.tables)["main"])}
+    verifier = Verifier(rig.guard.setup, backend=rig.backend)
+    verifier._step = rig.guard._books.step
+    first = rig.guard.step_again()
+    assert first is not None and verifier.check_again(first) is None and verifier.step == first.step - 1
+    verifier.check(first, table)
+    long = rig.delta("a", "b", ends={"a": 8, "b": 8})
+    assert verifier.check_again(long) is None
+    verifier.check(long, table)
+    skipped = rig.guard.step_again(0)
+    second = rig.guard.step_again(0)
+    assert skipped is not None and second is not None
+    assert verifier.check_again(second) is None
+    assert verifier.check_again(skipped) is not None and verifier.check_again(second) is not None
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch"])
+def test_a_fault_is_found_in_a_check_that_is_made_again(backend: str) -> None:
+    """The table is read anew; each step has records and evidence of its own."""
+    rig = steady(backend=backend)
+    clean, wrong = rig.guard.step_again(), rig.guard.step_again()
+    assert clean is not None and wrong is not None
+    first = rig.verifier.check(clean, {"main": PoolInputs(table=rig._wrap(rig.tables)["main"])})
+    rig.write("b", 1, 20)
+    second = rig.verifier.check_again(wrong)
+    assert second is not None
+    assert rig.judge(first).clean
+    assert aborted(rig.judge(second)) == {"b"}
+    assert rig.row("b")[:2] == [0, 0], "the row was neutralised"
+
+
+class Twins:
+    """The same engine twice: one guard is asked for another step first, the other always builds it."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = random.Random(seed)
+        self.short, self.long = (Guard(POOLS, GuardConfig.load(seed=seed)) for _ in range(2))
+        self.tokens: dict[str, int] = {}
+        self.batch: list[str] = []
+        self.free = {spec.name: list(range(1, spec.num_pages)) for spec in POOLS}
+        self.held: dict[str, dict[str, list[int]]] = {}
+        self.in_flight: list[tuple[int, list[str]]] = []
+        self.again = self.started = 0
+
+    def each(self, call: Callable[[Guard], Any]) -> Any:
+        """The same call of both, which must answer the same."""
+        short, long = call(self.short), call(self.long)
+        assert short == long
+        return short
+
+    def start(self) -> None:
+        if len(self.tokens) < 5:
+            self.started += 1
+            name = f"r{self.started}"
+            self.each(lambda guard: guard.start(name))
+            self.tokens[name], self.held[name] = 0, {spec.name: [] for spec in POOLS}
+
+    def finish(self) -> None:
+        if self.tokens:
+            name = self.rng.choice(sorted(self.tokens))
+            self.each(lambda guard: guard.finish(name))
+            del self.tokens[name]
+            for pool, pages in self.held.pop(name).items():
+                self.each(lambda guard, pool=pool, pages=pages: guard.retire(pages, pool=pool).reusable)  # type: ignore[misc]
+                self.free[pool] += pages
+
+    def publish(self) -> None:
+        name = self.rng.choice(sorted(self.tokens) or [""])
+        pages = self.held.get(name, {}).get("main", [])
+        if pages:
+            column = self.rng.randrange(len(pages))
+            self.each(lambda guard: guard.publish(name, column, (name, column)))
+
+    def rewind(self) -> None:
+        if self.tokens and not self.in_flight:
+            name = self.rng.choice(sorted(self.tokens))
+            self.tokens[name] -= self.rng.randint(0, min(2, self.tokens[name]))
+            self.each(lambda guard: guard.rewind(name, self.tokens[name]))
+
+    def step(self) -> None:
+        """Mostly the same requests, each a token further; pages are taken where these are needed."""
+        names = [name for name in self.batch if name in self.tokens]
+        if not names or self.rng.random() < 0.1:
+            names = self.rng.sample(sorted(self.tokens), self.rng.randint(0, len(self.tokens)))
+        starts = [self.tokens[name] for name in names]
+        for name in names:
+            self.tokens[name] += 1
+            for spec in POOLS:
+                pages, size = self.held[name][spec.name], spec.page_size or 1
+                while len(pages) * size < self.tokens[name] and self.free[spec.name]:
+                    page = self.free[spec.name].pop(0)
+                    self.allocate(name, spec.name, page)
+                    pages.append(page)
+        ends = [self.tokens[name] for name in names]
+        delta = self.short.step_again() if names == self.batch and self.consecutive(names) else None
+        if delta is None:
+            delta = self.short.step(names, range(len(names)), ends, starts)
+        else:
+            self.again += 1
+        long = self.long.step(names, range(len(names)), ends, starts)
+        assert said(delta) == said(long)
+        self.batch, self.last = names, dict(zip(names, ends, strict=True))
+        self.in_flight.append((delta.step, names))
+
+    def allocate(self, name: str, pool: str, page: int) -> None:
+        self.each(lambda guard: guard.allocate(name, [page], pool=pool))
+
+    def consecutive(self, names: list[str]) -> bool:
+        return all(self.tokens[name] == self.last[name] + 1 for name in names)
+
+    def judge(self) -> None:
+        if self.in_flight:
+            step, names = self.in_flight.pop(0)
+            records = np.zeros((len(POOLS), len(names), RECORD_WORDS), np.int64)
+            if names and self.rng.random() < 0.03:
+                records[0, self.rng.randrange(len(names)), 0] = 1
+            judgement = self.each(lambda guard: _facts(guard.judge(Verdicts(step=step, records=records))))
+            for name in judgement[0]:
+                if name in self.tokens:
+                    self.each(lambda guard, name=name: guard.finish(name))  # type: ignore[misc]
+                    del self.tokens[name], self.held[name]
+
+    def compare(self) -> None:
+        for name in self.tokens:
+            self.each(lambda guard, name=name: (guard.scheduled_tokens(name), guard._books.state(name).computed))  # type: ignore[misc]
+        self.each(lambda guard: [_plain(violation) for violation in guard.violations])
+        self.each(lambda guard: guard.health().counters)
+
+
+def _plain(violation: Violation) -> tuple[Any, ...]:
+    return violation.kind, violation.request, violation.step, violation.page, violation.detail
+
+
+def _facts(judgement: Any) -> tuple[Any, ...]:
+    return sorted(judgement.withheld), sorted(abort.request for abort in judgement.aborts), judgement.evict
+
+
+def test_the_short_way_changes_nothing() -> None:
+    """Random traffic: the same deltas, judgements, progress, violations and counters, and many steps were short."""
+    made = 0
+    calls = ["step"] * 12 + ["judge"] * 12 + ["start", "start", "finish", "publish", "rewind", "compare"]
+
+    @given(st.integers(0, 2**32), st.lists(st.sampled_from(calls), min_size=40, max_size=160))
+    @settings(max_examples=60, deadline=None, derandomize=True, database=None)
+    def run(seed: int, chosen: list[str]) -> None:
+        nonlocal made
+        twins = Twins(seed)
+        for call in ["start", "start", *chosen]:
+            if call != "step" or len(twins.in_flight) < 3:
+                getattr(twins, call)()
+        twins.compare()
+        made += twins.again
+
+    run()
+    assert made > 300
+
+
+def test_one_launch_for_all_pools_is_made_again_as_it_was() -> None:
+    """Triton, interpreted: after a step with tag changes, a clean step and one with a fault, as the oracle has them."""
+    with interpreting():
+        rig = steady()
+        table = rig.tables["main"]
+        fused = Verifier(rig.guard.setup, backend="triton")
+        fused._step = rig.guard._books.step
+        rig.allocate("a", 7)
+        crossing = rig.delta("a", "b", ends={"a": 7, "b": 7})
+        mirrors = rig.verifier._tags["main"], rig.verifier._writers["main"]
+        for mirror, found in zip(mirrors, (fused._tags["main"], fused._writers["main"]), strict=True):
+            found.copy_(torch.from_numpy(mirror))
+        again = [rig.guard.step_again(0), rig.guard.step_again(0)]
+        assert again[0] is not None and again[1] is not None
+        assert fused.check_again(again[0]) is None
+        wrong = table.copy()
+        for verifier, mine in ((rig.verifier, table), (fused, wrong)):
+            pending = [verifier.check(crossing, {"main": PoolInputs(table=mine)}), verifier.check_again(again[0])]
+            mine[1, 1] = 20
+            pending.append(verifier.check_again(again[1]))
+            flags = [found.resolve().records[0, :, 0] for found in pending if found is not None]  # type: ignore[index]
+            assert [np.flatnonzero(of_step).tolist() for of_step in flags] == [[], [], [1]]
+        assert np.array_equal(table, wrong)

@@ -1,0 +1,99 @@
+"""Mutations of how a step is made, and made again: see tools/mutations.py."""
+# ruff: noqa: E501 -- a table whose rows are exact text
+
+from __future__ import annotations
+
+from typing import Final
+
+from tools.mutation import Mutation, of_file
+
+CORE: Final = "tests/core"
+TAG: Final = f"{CORE}/test_guard_tag_proof.py"
+PROMISES: Final = f"{CORE}/test_promises.py"
+SHORT: Final = f"{CORE}/test_short_ways.py"
+STEPS: Final = f"{CORE}/test_steps_and_messages.py"
+WRITES: Final = f"{CORE}/test_write_slots.py"
+AGAIN: Final = f"{CORE}/test_step_again.py"
+
+STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
+    *of_file(
+        "kvguard/steps.py",
+        ("the withholding of a request that is not ended yet", TAG, "                pending.condemned.add(row)\n            elif", "                pass\n            elif"),
+        ("a batch that was kept though the roster changed", SHORT, "        and last.roster == books.roster\n", ""),
+        ("a batch that was kept though other requests run", SHORT, "        and last.requests == requests\n", ""),
+        ("a batch that was kept though its table rows moved", SHORT, "        and last.table_rows == table_rows\n", ""),
+        ("what was kept of ledgers that changed", SHORT, "        batch.capacities = batch.floors = batch.body = None\n", "        pass\n"),
+        ("a look at requests that were marked", PROMISES, "        state for state in marked if state.alive and (", "        state for state in marked if False and ("),
+        ("the check of reads past the ledger", TAG, "            _check_coverage(books, pending)\n", "            pass\n"),
+        ("the check of promises before a step", PROMISES, "            elif state.depends and books.checks_tags:\n", "            elif False:\n"),
+        ("the floor of a row that crosses a page", WRITES, "            state.floor = starts[row] - starts[row] % size\n", "            pass\n"),
+        ("drafts that are written again", WRITES, "state.floor = starts[row] - starts[row] % size", "state.floor = starts[row]"),
+        ("rows that go back", WRITES, "    if any(map(lt, starts, batch.floors)):\n", "    if False:\n"),
+        ("others who read what is written again", WRITES, "            if others:\n", "            if False:\n"),
+        ("floors that were kept though they changed", WRITES, "batch.capacities = batch.floors = batch.body = None", "batch.capacities = batch.body = None"),
+        ("again: requests that are looked at", AGAIN, "or batch is None or books.marked or books.rows.touched", "or batch is None or books.rows.touched"),
+        ("again: ledgers that changed", AGAIN, "or books.marked or books.rows.touched or", "or books.marked or"),
+        ("again: another roster", AGAIN, " or batch.roster != books.roster:\n        return None\n    further", ":\n        return None\n    further"),
+        ("again: rows without room", AGAIN, "    if further > again.room:\n        return None\n", ""),
+        ("again: the narrowest row", AGAIN, "min(map(sub, batch.capacities, again.ends), default=0)", "max(map(sub, batch.capacities, again.ends), default=0)"),
+        ("again: what is enforced", AGAIN, "if body is None or again.enforce is not enforce:", "if body is None:"),
+        ("again: tags that changed", AGAIN, "        if table.changes:\n            return None\n", ""),
+        ("again: how far the last step went", AGAIN, "    again.further = further\n", ""),
+        ("again: steps with rows that are unproven", AGAIN, "if not (pending.suspects or pending.condemned or books.marked):", "if True:"),
+        ("again: promises and sentences", AGAIN, "if again is None or batch is None or books.marked or", "if again is None or batch is None or"),
+    ),
+    *of_file(
+        "kvguard/packing.py",
+        ("the neutralising of rows that the host suspects", PROMISES, "packed[slice(*spans.expected)][suspects] ^= 1", "pass"),
+        ("the copy before a row's expectation is spoilt", SHORT, "        packed = packed.copy()\n", "        packed.flags.writeable = True\n"),
+        ("sections that fit other columns", SHORT, " or made_for[1] != batch.columns:", ":"),
+        ("sections that fit another layout", SHORT, " or made_for[0] is not batch.spans or", " or"),
+        ("the seal on what several deltas share", SHORT, "    packed.flags.writeable = False\n", ""),
+        ("several extents", STEPS, "        return _gather_ragged(books, batch)\n", "        pass\n"),
+        ("tag changes sent once", STEPS, "            table.changes, table.writers = {}, {}\n", ""),
+        ("the writers of pages that changed hands", WRITES, "changes += [writers.get(page, 0) if tag else 0 for", "changes += [0 for"),
+        ("no writer for a vacant page", WRITES, "writers.get(page, 0) if tag else 0 for", "writers.get(page, 0) for"),
+        ("suspects that may write nowhere", WRITES, "            packed[slice(*spans.writer)][suspects] = NO_WRITER\n", ""),
+        ("rows that changed, in the body", SHORT, "            fields[:, row] = now\n", ""),
+        ("the copy before rows are changed", SHORT, "    body = body.copy()\n", "    body.flags.writeable = True\n"),
+        ("rows that lost columns", SHORT, "                if stop < fields[pool * FIELDS + STOP, row]:\n                    return False\n", ""),
+        ("rows that got columns", SHORT, "                if stop > columns[pool]:\n                    columns[pool] = stop\n", ""),
+        ("rows with several extents now", SHORT, "        if state.slot in rows.ragged:\n            return False\n", ""),
+        ("rows with several extents before", SHORT, " or batch.spans is not batch.regular:", ":"),
+        ("the room of rows that changed", AGAIN, "capacities[row] = state.capacity", "pass"),
+        ("the floor of rows that changed", WRITES, "floors[row] = state.floor", "pass"),
+    ),
+    *of_file(
+        "kvguard/judge.py",
+        ("progress counted for an unchanged roster only", SHORT, "and batch.roster == books.roster and pending.unmoved:", "and pending.unmoved:"),
+        ("progress of steps whose rows were moved", AGAIN, " and pending.unmoved:", ":"),
+        ("progress that another batch would overwrite", AGAIN, "        if before is None or before.base is pending.base:\n", "        if True:\n"),
+        ("progress that was noted", AGAIN, "            books.progress = pending\n", ""),
+        ("progress before a row is flagged", AGAIN, "    # What was verified before stands, also of requests that stall now.\n    books.write_progress()\n", ""),
+    ),
+    *of_file(
+        "kvguard/books.py",
+        ("progress of the same incarnation", AGAIN, "end + further > state.computed and state.incarnation == incarnation", "end + further > state.computed"),
+        ("progress that is written when asked for", AGAIN, "        if self.progress is not None:\n            self.write_progress()\n        try:", "        try:"),
+    ),
+    *of_file(
+        "kvguard/bookkeeping.py",
+        ("again: tokens taken back", AGAIN, "            self._books.batch.again = None\n", "            pass\n"),
+    ),
+    *of_file(
+        "kvguard/guard.py",
+        ("again: steps that were abandoned", AGAIN, "            books.batch.again = None\n", "            pass\n"),
+    ),
+    *of_file(
+        "kvguard/verifier.py",
+        ("again: a delta that says something else", AGAIN, "if not delta.again or delta.step != self._step + 1:", "if delta.step != self._step + 1:"),
+        ("again: a delta that was lost", AGAIN, "if not delta.again or delta.step != self._step + 1:", "if not delta.again:"),
+        ("launches kept for other arrays", SHORT, " or not all(map(operator.is_, kept[0], arrays)):", ":"),
+        ("launches kept for other spans", SHORT, "kept is None or kept[1] != spans or", "kept is None or"),
+        ("again: after a step that was not checked", AGAIN, "        buffer, self._prepared = self._buffer, None\n", "        buffer = self._buffer\n"),
+    ),
+    *of_file(
+        "kvguard/fused.py",
+        ("fused, again: after a step that was not checked", AGAIN, "        self._complete = False\n        plan", "        plan"),
+    ),
+)
