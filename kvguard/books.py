@@ -103,8 +103,6 @@ class Books:
         """The last verified step of a batch, if what its rows have computed was not yet written to their states."""
         self.marked: set[RequestState] = set()
         """Requests with promises, dependencies or a sentence: a step looks at each of them, and at no other."""
-        self.stalled = False
-        """Whether any request was ever stalled (see RequestState); steps need not look while none was."""
         self.step = 0
         self.content_of: Callable[[str], str] | None = None
         """Given only with `report_content`: what an adapter lets a report show of a request."""

@@ -113,7 +113,7 @@ def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgem
 def _confirm(books: Books, pending: PendingStep, unproven: set[int] | None) -> None:
     """Verified rows of requests that are still in the same incarnation have computed up to their end."""
     batch, before = pending.batch, books.progress
-    if not unproven and not books.stalled and batch.roster == books.roster and pending.unmoved:
+    if not unproven and pending.unmoved:
         if before is None or before.base is pending.base:
             # It ends no earlier than the one whose place it takes.
             books.progress = pending
@@ -149,7 +149,7 @@ def _judge_flagged(books: Books, pending: PendingStep, verdicts: Verdicts, rows:
     if not pending.enforce:
         for row in unproven:
             # Its later steps build on what this one may have written wrongly, and will be let through.
-            pending.states[row].stalled = books.stalled = True
+            pending.states[row].stalled = True
     _confirm(books, pending, unproven)
     for row, promise in pending.promises:
         books.settle(promise, kept=row not in unproven and not promise.writer.stalled)

@@ -48,7 +48,7 @@ def build_step(
             _check_coverage(books, pending)
     batch.again = None
     delta = pack(books, pending)
-    if not (pending.suspects or pending.condemned or books.marked):
+    if not (pending.suspects or pending.condemned):
         batch.again = Again(pending.base, pending.enforce)
     return delta, pending
 
@@ -57,7 +57,7 @@ def repeat_step(books: Books, step: int, tokens: int) -> tuple[StepDelta, Pendin
     """The step before once more, every row `tokens` further; None where anything but the lengths has changed."""
     batch = books.batch
     again = None if batch is None else batch.again
-    if again is None or batch is None or books.marked or books.rows.touched or batch.roster != books.roster:
+    if again is None or batch is None or books.marked or books.rows.touched:
         return None
     further, body, enforce = again.further + tokens, batch.body, books.enforcing
     if body is None or again.enforce is not enforce:

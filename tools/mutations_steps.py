@@ -13,6 +13,7 @@ PROMISES: Final = f"{CORE}/test_promises.py"
 SHORT: Final = f"{CORE}/test_short_ways.py"
 STEPS: Final = f"{CORE}/test_steps_and_messages.py"
 WRITES: Final = f"{CORE}/test_write_slots.py"
+REARMING: Final = f"{CORE}/test_rearming.py"
 AGAIN: Final = f"{CORE}/test_step_again.py"
 
 STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
@@ -31,16 +32,14 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("rows that go back", WRITES, "    if any(map(lt, starts, batch.floors)):\n", "    if False:\n"),
         ("others who read what is written again", WRITES, "            if others:\n", "            if False:\n"),
         ("floors that were kept though they changed", WRITES, "batch.capacities = batch.floors = batch.body = None", "batch.capacities = batch.body = None"),
-        ("again: requests that are looked at", AGAIN, "or batch is None or books.marked or books.rows.touched", "or batch is None or books.rows.touched"),
-        ("again: ledgers that changed", AGAIN, "or books.marked or books.rows.touched or", "or books.marked or"),
-        ("again: another roster", AGAIN, " or batch.roster != books.roster:\n        return None\n    further", ":\n        return None\n    further"),
+        ("again: requests that are looked at", AGAIN, "or batch is None or books.marked or books.rows.touched:", "or batch is None or books.rows.touched:"),
+        ("again: ledgers that changed", AGAIN, " or books.rows.touched:", ":"),
         ("again: rows without room", AGAIN, "    if further > again.room:\n        return None\n", ""),
         ("again: the narrowest row", AGAIN, "min(map(sub, batch.capacities, again.ends), default=0)", "max(map(sub, batch.capacities, again.ends), default=0)"),
         ("again: what is enforced", AGAIN, "if body is None or again.enforce is not enforce:", "if body is None:"),
-        ("again: tags that changed", AGAIN, "        if table.changes:\n            return None\n", ""),
+        ("again: tags that changed", AGAIN, "    for table in books.tables:\n        if table.changes:\n            return None\n", ""),
         ("again: how far the last step went", AGAIN, "    again.further = further\n", ""),
-        ("again: steps with rows that are unproven", AGAIN, "if not (pending.suspects or pending.condemned or books.marked):", "if True:"),
-        ("again: promises and sentences", AGAIN, "if again is None or batch is None or books.marked or", "if again is None or batch is None or"),
+        ("again: steps with rows that are unproven", AGAIN, "if not (pending.suspects or pending.condemned):", "if True:"),
     ),
     *of_file(
         "kvguard/packing.py",
@@ -65,15 +64,15 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *of_file(
         "kvguard/judge.py",
-        ("progress counted for an unchanged roster only", SHORT, "and batch.roster == books.roster and pending.unmoved:", "and pending.unmoved:"),
-        ("progress of steps whose rows were moved", AGAIN, " and pending.unmoved:", ":"),
+        ("progress of steps whose rows were moved", AGAIN, "if not unproven and pending.unmoved:", "if not unproven:"),
         ("progress that another batch would overwrite", AGAIN, "        if before is None or before.base is pending.base:\n", "        if True:\n"),
         ("progress that was noted", AGAIN, "            books.progress = pending\n", ""),
         ("progress before a row is flagged", AGAIN, "    # What was verified before stands, also of requests that stall now.\n    books.write_progress()\n", ""),
     ),
     *of_file(
         "kvguard/books.py",
-        ("progress of the same incarnation", AGAIN, "end + further > state.computed and state.incarnation == incarnation", "end + further > state.computed"),
+        ("progress of the same incarnation", SHORT, "end + further > state.computed and state.incarnation == incarnation", "end + further > state.computed"),
+        ("progress of a request that has stalled", REARMING, "state.incarnation == incarnation and not state.stalled:", "state.incarnation == incarnation:"),
         ("progress that is written when asked for", AGAIN, "        if self.progress is not None:\n            self.write_progress()\n        try:", "        try:"),
     ),
     *of_file(
@@ -89,7 +88,7 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("again: a delta that says something else", AGAIN, "if not delta.again or delta.step != self._step + 1:", "if delta.step != self._step + 1:"),
         ("again: a delta that was lost", AGAIN, "if not delta.again or delta.step != self._step + 1:", "if not delta.again:"),
         ("launches kept for other arrays", SHORT, " or not all(map(operator.is_, kept[0], arrays)):", ":"),
-        ("launches kept for other spans", SHORT, "kept is None or kept[1] != spans or", "kept is None or"),
+        ("launches kept for other spans", AGAIN, "kept is None or kept[1] != spans or", "kept is None or"),
         ("again: after a step that was not checked", AGAIN, "        buffer, self._prepared = self._buffer, None\n", "        buffer = self._buffer\n"),
     ),
     *of_file(

@@ -119,13 +119,73 @@ def test_the_step_after_a_crossing_goes_the_short_way() -> None:
     rig, other = steady(), steady()
     for each in (rig, other):
         each.allocate("a", 7)
-        assert each.run("a", "b", ends={"a": 7, "b": 7}).clean
+        assert each.run("a", "b", ends={"a": 9, "b": 7}).clean
     delta = rig.guard.step_again()
     assert delta is not None
     assert all(section.tag_pages[0] == section.tag_pages[1] for section in delta.sections)
-    assert said(delta) == said(other.delta("a", "b", ends={"a": 8, "b": 8}))
+    assert said(delta) == said(other.delta("a", "b", ends={"a": 10, "b": 8}))
     pending = rig.verifier.check_again(delta)
     assert pending is not None and rig.judge(pending).clean
+    assert rig.guard.step_again() is None, "b needs another page"
+
+
+def test_progress_is_what_the_verified_steps_have_written() -> None:
+    """A step in flight moves when tokens before it are taken back; what was verified before a fault stands."""
+    rig = steady()
+    deltas = [rig.guard.step_again(), rig.guard.step_again()]
+    pending = [rig.verifier.check_again(delta) for delta in deltas if delta is not None]
+    assert pending[0] is not None and pending[1] is not None
+    assert rig.judge(pending[0]).clean
+    rig.guard.rewind("a", 6)
+    assert rig.judge(pending[1]).clean
+    assert [rig.guard._books.state(name).computed for name in ("a", "b")] == [7, 8]
+    rig = steady(on_violation="observe")
+    delta = rig.guard.step_again()
+    assert delta is not None
+    found = rig.verifier.check_again(delta)
+    assert found is not None and rig.judge(found).clean
+    flag(rig, "a")
+    assert rig.run("a", "b", ends={"a": 8, "b": 8}).violations
+    assert [rig.guard._books.state(name).computed for name in ("a", "b")] == [7, 8]
+
+
+def test_a_row_that_the_host_suspects_is_not_repeated() -> None:
+    """The step poisons what the row expects, and the next one does not: it says something else."""
+    rig = Rig()
+    rig.start("a", "b")
+    rig.allocate("a", 1, 2)
+    guard = rig.guard
+    assert guard.publish("a", 0, "key", tokens=0)
+    rig.adopt("b", ("key", 1))
+    assert rig.judge(rig.check(guard.step(["a"], [0], [6], [5]))).clean
+    assert guard.step_again() is not None
+    guard.abandon(guard._books.step)
+    guard.step(["a"], [0], [4], [3])
+    assert guard._books.pending[guard._books.step].suspects
+    assert guard.step_again() is None
+
+
+def test_launches_follow_ledgers_that_grow() -> None:
+    """The same inputs, one column more: a fault in the new column is found."""
+    rig = steady()
+    given = {"main": PoolInputs(table=rig.tables["main"])}
+    assert rig.judge(rig.verifier.check(rig.delta("a", "b", ends={"a": 7, "b": 7}), given)).clean
+    rig.allocate("a", 5)
+    rig.write("a", 2, 20)
+    assert aborted(rig.judge(rig.verifier.check(rig.delta("a", "b", ends={"a": 9, "b": 8}), given))) == {"a"}
+
+
+@pytest.mark.parametrize("backend", ["numpy", "triton"])
+def test_a_step_that_nobody_checked_is_not_checked_again(backend: str) -> None:
+    """Two rows, then a step without any: another one like that has no verdicts of the two."""
+    rig = steady()
+    with interpreting():
+        verifier = Verifier(rig.guard.setup, backend=backend)
+        verifier._step = rig.guard._books.step
+        verifier.check(rig.delta("a", "b", ends={"a": 7, "b": 7}), {"main": PoolInputs(table=rig.tables["main"])})
+        assert verifier.check(rig.guard.step([], [], []), {}).record is None
+        empty = rig.guard.step_again(0)
+        assert empty is not None and verifier.check_again(empty) is None
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch"])
