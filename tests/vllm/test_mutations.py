@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import pytest
 
+from kvguard.fault_injection.targets.vllm_engine import ENVIRONMENT
 from tools.mutate import Outcome, run_all
 from tools.mutations_vllm import VLLM_MUTATIONS
+from tools.warm_python import PRELOADED
 
 pytestmark = pytest.mark.mutation
+
+IMPORTED = (
+    *PRELOADED,
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.worker.cpu_model_runner",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.llama",
+)
+"""What takes seconds, and is vLLM's own: each test forks from there."""
 
 
 @pytest.fixture(scope="module")
 def outcomes() -> dict[str, Outcome]:
     """All mutations, run once, one at a time; the unmutated copy was green."""
-    return {outcome.name: outcome for outcome in run_all(VLLM_MUTATIONS, workers=1, preloaded=())}
+    found = run_all(VLLM_MUTATIONS, 1, preloaded=IMPORTED, environment=ENVIRONMENT)
+    return {outcome.name: outcome for outcome in found}
 
 
 @pytest.mark.parametrize("name", [mutation.name for mutation in VLLM_MUTATIONS])
