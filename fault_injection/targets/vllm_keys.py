@@ -278,8 +278,8 @@ VLLM_KEY_FAULTS: dict[str, type[VllmKeyFault]] = {
 """Every fault of this module by name, in the order of the report."""
 
 NOT_IN_VLLM_KEYS = {
-    "wrong-lora": "the campaign's models have no LoRA adapters; tests/vllm/test_content_identity.py compares requests of "
-    "two",
+    "wrong-lora": "the campaign's models have no LoRA adapters; tests/vllm/test_content_identity.py compares requests "
+    "of two",
     "fields-confused": "vLLM's hash takes its fields one by one, and the campaign's requests fill one of them, the "
     "salt: there is no second one to confuse it with",
     "hit-not-loaded": "what a connector of vLLM has copied is said by that connector alone: docs/vllm.md",
