@@ -200,9 +200,15 @@ VLLM_MUTATIONS: Final = (
     ),
     Mutation(
         name="vllm-sessions-not-followed", path=CONTENTS,
-        tests=(f"{HITS}::test_streaming_sessions_are_healthy",),
-        old="        tokens = max(request.num_tokens - 1, 0)\n",
-        new="        tokens = request.num_tokens + 0 * len(self._known)\n",
+        tests=(f"{IDENTITY}::test_a_session_is_what_its_next_input_makes_of_it",),
+        old="                if known.tokens > kept:\n",
+        new="                if False:\n",
+    ),
+    Mutation(
+        name="vllm-images-of-sessions-not-told", path=CONTENTS,
+        tests=(f"{IDENTITY}::test_a_session_is_what_its_next_input_makes_of_it",),
+        old="                if len(session.mm_features) > known.inputs:\n",
+        new="                if False:\n",
     ),
     Mutation(
         name="vllm-published-under-old-weights", path=BOOKS,

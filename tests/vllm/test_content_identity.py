@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,19 +41,25 @@ def vllm_request(name: str, tokens: list[int], **made_of: Any) -> Any:
     )
 
 
+def contents_at_level_keys() -> tuple[Guard, RequestContents]:
+    guard = Guard([PoolSpec(num_pages=8, page_size=4)], GuardConfig.default(seed=1, level="keys"))
+    return guard, RequestContents(guard, None, [], 4)
+
+
+def keys_in(guard: Guard, request: Any) -> list[Any]:
+    content = guard._books.state(request.request_id).content
+    assert content is not None and content.tokens == request.num_tokens
+    return [content.key(end) for end in range(4, request.num_tokens + 1, 4)]
+
+
 def keys_of(*requests: Any) -> list[list[Any]]:
     """The content keys at the end of every block of 4 tokens, under one secret."""
-    guard = Guard([PoolSpec(num_pages=8, page_size=4)], GuardConfig.default(seed=1, level="keys"))
-    contents = RequestContents(guard, None, [], 4)
-    found = []
+    guard, contents = contents_at_level_keys()
     for request in requests:
         guard.start(request.request_id)
         contents.identify(request)
         contents.learn(request, request.num_tokens)
-        content = guard._books.state(request.request_id).content
-        assert content is not None and content.tokens == request.num_tokens
-        found.append([content.key(end) for end in range(4, request.num_tokens + 1, 4)])
-    return found
+    return [keys_in(guard, request) for request in requests]
 
 
 def image(identity: str, offset: int, length: int) -> Any:
@@ -131,6 +139,31 @@ def test_an_adapter_that_was_written_again_is_another_one(tmp_path: Path) -> Non
     os.utime(weights, ns=(1, weights.stat().st_mtime_ns + 1_000_000_000))
     after = key("c")
     assert after[0] != before[0] and after[1] == before[1]
+
+
+def test_a_session_is_what_its_next_input_makes_of_it() -> None:
+    """vLLM's own update of a session, after the guard was told of a token that it takes back, and with an image."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.request import StreamingUpdate
+
+    scheduler = SimpleNamespace(hash_block_size=4, num_waiting_for_streaming_input=1, log_stats=False)
+    session = vllm_request("talk", [1, 2, 3, 4, 5, 6], resumable=True)
+    guard, contents = contents_at_level_keys()
+    guard.start("talk")
+    contents.identify(session)
+    session.append_output_token_ids([7, 8])
+    session.num_computed_tokens = 7
+    contents.learn(session, 8)
+    update = StreamingUpdate(
+        mm_features=[image("cat", 1, 2)], prompt_token_ids=[9, 10, 11, 12, 13], max_tokens=4, arrival_time=0.0,
+        sampling_params=session.sampling_params,
+    )  # fmt: skip
+    contents.follow_session(partial(Scheduler._update_request_as_session, scheduler))(session, update)
+    tokens = list(session.all_token_ids)
+    assert tokens == [1, 2, 3, 4, 5, 6, 7, 9, 10, 11, 12, 13]
+    contents.learn(session, 12)
+    (plain,) = keys_of(vllm_request("plain", tokens, mm_features=[image("cat", 8, 2)]))
+    assert keys_in(guard, session) == plain
 
 
 def test_calls_that_change_weights_are_known_by_their_names() -> None:
