@@ -12,6 +12,8 @@ from kvguard.adapters.activation import VARIABLES, asked_for
 from kvguard.adapters.findings import ENGINES, Finding, Verdict, worst
 from kvguard.config import GuardConfig
 
+CONTENT_ENGINES = ("vllm",)
+"""Engines whose plug-in says what requests are made of, as level `keys` needs."""
 _MARKS = {Verdict.OK: "ok", Verdict.LIMIT: "limit", Verdict.FAILED: "FAILED"}
 
 
@@ -54,9 +56,6 @@ def _configuration() -> list[Finding]:
     if config.is_off:
         text = "level is off, so nothing is guarded: set KVGUARD_LEVEL=tags where the engine is started"
         return [Finding(topic="configuration", verdict=Verdict.FAILED, text=text)]
-    if config.level == "keys":
-        text = "level keys does not work with an engine's plug-in in this release: set KVGUARD_LEVEL=tags"
-        return [Finding(topic="configuration", verdict=Verdict.FAILED, text=text)]
     text = f"level {config.level}, on_violation {config.on_violation}, on_guard_error {config.on_guard_error}"
     findings = [Finding(topic="configuration", verdict=Verdict.OK, text=text)]
     if config.on_violation == "observe":
@@ -74,4 +73,7 @@ def _engine(name: str) -> list[Finding]:
         return [Finding(topic=name, verdict=Verdict.FAILED, text="it is not installed in this environment")]
     module = importlib.import_module(ENGINES[name])
     findings: list[Finding] = module.examine()
+    if asked_for() and GuardConfig.load().level == "keys" and name not in CONTENT_ENGINES:
+        text = "level keys does not work with this engine's plug-in in this release: set KVGUARD_LEVEL=tags"
+        findings.insert(0, Finding(topic=f"{name} level", verdict=Verdict.FAILED, text=text))
     return findings

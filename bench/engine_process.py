@@ -14,12 +14,12 @@ class EngineProcess:
     """The parent's end. `facts`: the process's first answer, which it gives once its engine is up."""
 
     def __init__(self, command: Sequence[str], *, guarded: bool, environment: Mapping[str, str]) -> None:
-        """`environment`: more variables. kvguard's own are not passed on, but for the level of a guarded engine."""
+        """`environment`: more variables. kvguard's own are not passed on; a guarded engine is at tags by default."""
         variables = {name: value for name, value in os.environ.items() if not name.startswith("KVGUARD_")}
         variables |= {name: os.environ[name] for name in ("KVGUARD_TEST_CACHE",) if name in os.environ}
         variables |= environment
         if guarded:
-            variables["KVGUARD_LEVEL"] = "tags"
+            variables.setdefault("KVGUARD_LEVEL", "tags")
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,

@@ -1,7 +1,7 @@
 """Throughput and inter-token latency of vLLM on the CPU with the guard off and on, in alternating pairs of rounds.
 
     .venv-vllm/bin/python bench/vllm_overhead.py [--weights int4] [--batches 4 16] [--pairs 9] [--tokens 256]
-                                                 [--json FILE] [--null | --writes]
+                                                 [--json FILE] [--null | --writes | --keys]
 
 SmolLM2-135M (`make models`), FP8 KV, prompts of 128 random tokens. Two engines, one guarded, each in a process of its
 own that stays alive; only one works at a time, and which of a pair goes first alternates, so that drift of the machine
@@ -112,22 +112,28 @@ def main() -> None:
     compared = parser.add_mutually_exclusive_group()
     compared.add_argument("--null", action="store_true", help="two unguarded engines")
     compared.add_argument("--writes", action="store_true", help="two guarded engines: write_check off / on")
+    compared.add_argument("--keys", action="store_true", help="two guarded engines: level tags / keys")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments.weights)
         return
+    named: dict[str, str] = {}
     if arguments.writes:
         plain = worker(guarded=True, weights=arguments.weights, KVGUARD_WRITE_CHECK="false")
+        what = "write_check off / on"
+    elif arguments.keys:
+        plain, named = worker(guarded=True, weights=arguments.weights), {"KVGUARD_LEVEL": "keys"}
+        what = "level tags / keys"
     else:
         plain = worker(guarded=False, weights=arguments.weights)
-    guarded = worker(guarded=not arguments.null, weights=arguments.weights)
-    what = "write_check off / on" if arguments.writes else "off against off" if arguments.null else "guard off / on"
+        what = "off against off" if arguments.null else "guard off / on"
+    guarded = worker(guarded=not arguments.null, weights=arguments.weights, **named)
     print(f"SmolLM2-135M {arguments.weights}, FP8 KV; {what}")
     compare(
         plain, guarded, batches=arguments.batches, pairs=arguments.pairs, tokens=arguments.tokens, file=arguments.json,
-        facts={"weights": arguments.weights, "null": arguments.null, "writes": arguments.writes},
+        facts={name: getattr(arguments, name) for name in ("weights", "null", "writes", "keys")},
     )  # fmt: skip
 
 

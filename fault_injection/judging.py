@@ -28,8 +28,9 @@ WRITER_COUNTS = (
     "window_pages_passed",
 )
 """Habits that write where a careless check would not expect it: see `Counts`."""
-STORE_COUNTS = ("store_hits", "weight_updates")
-"""What runs of the traffic of cache keys contained besides."""
+UPDATE_COUNTS = ("weight_updates",)
+STORE_COUNTS = ("store_hits", *UPDATE_COUNTS)
+"""What runs of the traffic of cache keys contained besides; in vLLM there is no external store."""
 
 
 def judge_trial(plan: TrialPlan, runs: TrialRuns) -> TrialResult:
@@ -50,8 +51,9 @@ def judge_trial(plan: TrialPlan, runs: TrialRuns) -> TrialResult:
 
     bystanders = [name for name in on.outputs if name not in affected and name not in aborted]
     changed = differing_from(golden, bystanders)
-    if changed and aborted and not runs.exact:
+    if changed and not runs.exact and (aborted or (plan.cell.level == KEYS and refused)):
         # A smaller batch alone can change the last bits of bf16 and quantised arithmetic: compare with such a batch.
+        # So can a request that computes what it would have taken from the cache.
         changed = differing_from(runs.control({name: on.ended_step[name] for name in aborted}), changed)
     late = 0
     for name in affected:
@@ -147,7 +149,7 @@ def _leak(injection: Injection, golden: Run, off: Run, on: Run, runs: TrialRuns)
 
 def judge_clean(plan: CleanPlan, golden: Run, run: Run) -> CleanResult:
     """Healthy traffic with the guard on (`run`) against the same with the guard off (`golden`)."""
-    besides = {WRITES: WRITER_COUNTS, KEYS: STORE_COUNTS}
+    besides = {WRITES: WRITER_COUNTS, KEYS: STORE_COUNTS if plan.engine == "embedded" else UPDATE_COUNTS}
     return CleanResult(
         index=plan.index,
         engine=plan.engine,

@@ -2,24 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from kvguard.fault_injection.faults.keys import KEY_FAULTS
 from kvguard.fault_injection.key_plan import (
     KEY_COUNTS,
     KEY_KV_DTYPES,
+    KEY_PROOF_SETS,
     KEY_WEIGHTS,
     KEYS,
     build_key_plan,
 )
 from kvguard.fault_injection.options import Options, UsageError, choose, choose_page_sizes
 from kvguard.fault_injection.plan import KV_DTYPES, PAGE_SIZES, WEIGHTS, CampaignPlan
+from kvguard.fault_injection.targets.vllm_keys import NOT_IN_VLLM_KEYS, VLLM_KEY_FAULTS
 
-__all__ = ["named_keys", "keys_plan"]
+__all__ = ["VLLM_KEY_SETTINGS", "named_keys", "keys_plan", "vllm_key_faults"]
+
+VLLM_KEY_SETTINGS: dict[str, Any] = {
+    "level": KEYS,
+    "traffic": KEYS,
+    "proof_sets": dict.fromkeys(VLLM_KEY_FAULTS, KEY_PROOF_SETS),
+}
+"""What a plan of wrong keys inside vLLM has instead of that of other faults."""
 
 
 def named_keys(given: str) -> tuple[str, ...]:
     """The faults of cache keys among those that --fault names; `keys` stands for all of them."""
     names = [name.strip() for name in given.split(",")]
     return tuple(name for name in KEY_FAULTS if name in names or KEYS in names)
+
+
+def vllm_key_faults(given: str) -> tuple[str, ...]:
+    """Those of vLLM that --fault names, `keys` for all of them; () if it names others. Raises UsageError."""
+    names = [name.strip() for name in given.split(",") if name.strip()]
+    for name in names:
+        if name in NOT_IN_VLLM_KEYS:
+            raise UsageError(f"fault {name!r} is none of vLLM's: {NOT_IN_VLLM_KEYS[name]}")
+    faults = tuple(name for name in VLLM_KEY_FAULTS if name in names or KEYS in names)
+    for name in names if faults else ():
+        if name not in (*VLLM_KEY_FAULTS, KEYS):
+            raise UsageError(f"fault {name!r} does not go with {faults[0]!r}: give one campaign each")
+    return faults
 
 
 def keys_plan(options: Options) -> CampaignPlan:

@@ -19,9 +19,19 @@ COMMON_CHARACTERS = 63
 """With the start token they fill pages of 64, 16 and 1, so that what follows starts a page, whatever stands before."""
 
 
-def key_traffic(seed: int, make_prompt: PromptMaker = recall_prompt, *, client_aborts: bool = False) -> list[Arrival]:
+def key_traffic(
+    seed: int,
+    make_prompt: PromptMaker = recall_prompt,
+    *,
+    client_aborts: bool = False,
+    new_tokens: range = range(12, 22),
+    spacing: range = range(2, 5),
+) -> list[Arrival]:
     """Two texts with two endings, crossed; one of them for several tenants and adapters; one cut to its last tokens;
-    then new texts until pages are evicted, and the first ones again."""
+    then new texts until pages are evicted, and the first ones again.
+
+    new_tokens, spacing: what the tokens that a request asks for, and the steps between arrivals, are drawn from.
+    """
     rng = random.Random(f"key-traffic-{seed}")
     heads = [f"{secret(rng)} {secret(rng)}"[:COMMON_CHARACTERS] for _ in range(2)]
     tails = [f"{secret(rng)} {secret(rng)}"[: COMMON_CHARACTERS + 12] for _ in range(2)]
@@ -52,14 +62,14 @@ def key_traffic(seed: int, make_prompt: PromptMaker = recall_prompt, *, client_a
         request = Request(
             id=f"r{number}",
             prompt=make_prompt(rng, text),
-            max_new_tokens=rng.randrange(12, 22),
+            max_new_tokens=rng.choice(new_tokens),
             tenant=tenant,
             lora=lora,
             keep_last=keep_last,
         )
         leaves = step + rng.randrange(3, 12) if client_aborts and number and rng.random() < 0.25 else None
         arrivals.append(Arrival(step=step, request=request, abort_step=leaves))
-        step += rng.randrange(2, 5)
+        step += rng.choice(spacing)
     if client_aborts and all(arrival.abort_step is None for arrival in arrivals):
         last = arrivals[-1]
         arrivals[-1] = Arrival(step=last.step, request=last.request, abort_step=last.step + 5)

@@ -35,6 +35,7 @@ DEFAULT_COUNTS = {
     "vllm": (84, 24),
     "vllm smollm2": (14, 4),
     "vllm writes": (120, 12),
+    "vllm keys": (108, 12),
     "sglang": (96, 24),
     "sglang smollm2": (16, 4),
     "sglang writes": (96, 12),
@@ -197,12 +198,16 @@ def _vllm_plan(options: Options) -> CampaignPlan:
     if options.backend != "torch":
         raise UsageError(f"--backend {options.backend}: in vLLM the guard checks with torch")
     model = options.model or "tiny"
+    from kvguard.fault_injection.key_options import VLLM_KEY_SETTINGS, vllm_key_faults
     from kvguard.fault_injection.targets.vllm_writes import NOT_IN_VLLM, VLLM_WRITE_FAULTS
     from kvguard.fault_injection.write_options import engine_faults
 
-    faults = engine_faults(
+    keys = vllm_key_faults(options.fault)
+    faults = keys or engine_faults(
         options.fault, "vLLM", pages=PAGE_FAULTS, writes=VLLM_WRITE_FAULTS, absent=NOT_IN_VLLM
     )
+    if keys and model != "tiny":
+        raise UsageError(f"--model {model}: wrong keys go into the tiny model, whose weights can be changed for others")
     kv_dtypes = choose("KV dtype", options.kv_dtype, KV_DTYPES, everything=VLLM_KV_DTYPES)
     weights = choose("weights", options.weights, WEIGHTS)
     kv_dtypes, without_kv = _runnable(options.kv_dtype, kv_dtypes)
@@ -214,7 +219,7 @@ def _vllm_plan(options: Options) -> CampaignPlan:
     page_sizes = choose_page_sizes(options.page_size, VLLM_PAGE_SIZES, range(32, 129, 32), words)
     kind = "vllm smollm2" if model == "smollm2" else "vllm"
     if kind == "vllm" and not any(fault in PAGE_FAULTS for fault in faults):
-        kind = "vllm writes"
+        kind = "vllm keys" if keys else "vllm writes"
     trials, clean_runs = counts_of(options, kind)
     try:
         plan = build_vllm_plan(
@@ -228,6 +233,7 @@ def _vllm_plan(options: Options) -> CampaignPlan:
             page_sizes=page_sizes,
             runners=runners,
             schedulings=schedulings,
+            **(VLLM_KEY_SETTINGS if keys else {}),
         )
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -229,9 +229,13 @@ def build_vllm_plan(
     page_sizes: Sequence[int] = VLLM_PAGE_SIZES,
     runners: Sequence[str] = RUNNERS,
     schedulings: Sequence[str] = SCHEDULINGS,
+    level: str = LEVEL,
+    traffic: str = "",
+    proof_sets: Mapping[str, Sequence[str]] | None = None,
 ) -> CampaignPlan:
     """Deal trials so that every fault meets every set-up once before any meets it twice.
 
+    level: of all cells; traffic: of clean runs; proof_sets: as in `deal_setups`, by default those of misled writes.
     A set-up is runner x scheduling x KV dtype x weights x page size. Each fault deals its proof sets from a deck of its
     own. ValueError if no set-up is left: not all weights go with all KV dtypes.
     """
@@ -255,7 +259,9 @@ def build_vllm_plan(
         trials=trials,
         clean_runs=clean_runs,
         model=model,
-        proof_sets=dict.fromkeys(VLLM_WRITE_FAULTS, WRITE_PROOF_SETS),
+        proof_sets=proof_sets or dict.fromkeys(VLLM_WRITE_FAULTS, WRITE_PROOF_SETS),
+        level=level,
+        traffic=traffic,
     )
 
 
@@ -271,6 +277,8 @@ def deal_setups(
     clean_runs: int,
     model: str,
     proof_sets: Mapping[str, Sequence[str]] | None = None,
+    level: str = LEVEL,
+    traffic: str = "",
 ) -> CampaignPlan:
     """The plan of a campaign inside a serving engine: every fault meets every set-up once before any meets it twice.
 
@@ -285,13 +293,15 @@ def deal_setups(
     planned = []
     for index in range(trials):
         fault, setup = deck.deal()
-        cell = Cell(engine=engine, fault=fault, proofs=proof_decks[fault].deal(), **setup)
+        cell = Cell(engine=engine, fault=fault, proofs=proof_decks[fault].deal(), level=level, **setup)
         # Two traffics per campaign: golden runs are shared among trials.
         traffic_seed = seed * 1000 + rng.randrange(2)
         planned.append(TrialPlan(index=index, cell=cell, traffic_seed=traffic_seed, fault_seed=rng.randrange(1 << 30)))
     clean_deck = Deck(list(setups), rng)
     clean = tuple(
-        CleanPlan(index=index, engine=engine, traffic_seed=rng.randrange(1 << 30), **clean_deck.deal())
+        CleanPlan(
+            index=index, engine=engine, traffic_seed=rng.randrange(1 << 30), traffic=traffic, **clean_deck.deal()
+        )
         for index in range(clean_runs)
     )
     return CampaignPlan(seed=seed, engine=engine, model=model, backend="torch", trials=tuple(planned), clean_runs=clean)

@@ -28,7 +28,11 @@ def run_trial(plan: TrialPlan, *, model: str, backend: str, proofs: str | None =
     chosen = proofs or cell.proofs
     runs: TrialRuns
     # Engines are imported where they are asked for: none needs another one's packages.
-    if cell.engine == "vllm":
+    if cell.engine == "vllm" and cell.level == KEYS:
+        from kvguard.fault_injection.targets.vllm_key_runs import VllmKeyRuns
+
+        runs = VllmKeyRuns(plan, proofs=chosen)
+    elif cell.engine == "vllm":
         from kvguard.fault_injection.targets.vllm_runs import VllmRuns
 
         runs = VllmRuns(plan, model=model, proofs=chosen)
@@ -57,6 +61,10 @@ def run_trial(plan: TrialPlan, *, model: str, backend: str, proofs: str | None =
 
 def run_clean(plan: CleanPlan, *, model: str, backend: str) -> CleanResult:
     """Healthy traffic in a tight pool, guard on, against the same with the guard off."""
+    if plan.engine == "vllm" and plan.traffic == KEYS:
+        from kvguard.fault_injection.targets import vllm_key_runs
+
+        return judge_clean(plan, *vllm_key_runs.clean_runs(plan))
     if plan.engine == "vllm":
         from kvguard.fault_injection.targets import vllm_runs
 

@@ -132,7 +132,7 @@ class BookKeeping(PageHandover):
         Fine before its KV is computed: it is then a promise, kept by the step that writes its last token. False if the
         publication is refused: the page is no longer the request's own, or the request is being ended; the engine must
         drop the entry. `tokens`: the request's length at which the page holds what the key says, needed in a pool
-        without a page size; by default the page's end.
+        without a page size; by default the page's end; 0 for a page that was filled by a load, and not by its steps.
         """
         books = self._books
         index = books.index(pool)
@@ -155,7 +155,9 @@ class BookKeeping(PageHandover):
         if tokens is None and size is None:
             raise UsageError(f"pool {table.spec.name} has no page size: say at how many tokens the page is complete")
         need = tokens if tokens is not None else (column + 1) * int(size or 0)
-        content = self._content_to_publish(state, index, column, page, need) if self._contents else None
+        # Tokens before the page are a statement that it is complete already, and it holds what stands up to its end.
+        holds = need if size is None or need > column * size else (column + 1) * size
+        content = self._content_to_publish(state, index, column, page, holds) if self._contents else None
         if isinstance(content, bool):
             return False
         if again:

@@ -82,6 +82,45 @@ class ContentCalls:
         except ContentError as error:
             raise UsageError(f"request {request!r}: {error}") from None
 
+    def cut_tokens(self, request: str, tokens: int) -> None:
+        """Only the first `tokens` tokens of an identified request are left, with the inputs that start among them.
+
+        For what was sampled and then taken back: what comes instead goes to `add_tokens`. Pages that were published up
+        to a later token keep what they were published for. No error where it has no more tokens than that.
+        """
+        if not self._contents:
+            return
+        content = self._books.state(request).content
+        if tokens < 0 or content is None:
+            raise UsageError(f"request {request!r} was not identified, or is cut to {tokens} tokens")
+        content.cut(tokens)
+
+    def vet_promised(
+        self, request: str, column: int, page: int, publisher: str, published: int, *, pool: str | None = None
+    ) -> bool:
+        """Whether `request` may take a page that `publisher` is about to publish for its own column `published`.
+
+        For engines whose publications reach the books after others have looked them up: the two requests themselves
+        are compared. Both were identified, the publisher with the tokens up to the page's end; nothing is recorded.
+        """
+        if not self._contents:
+            return True
+        books = self._books
+        index = books.index(pool)
+        size = books.tables[index].spec.page_size
+        state, writer = books.state(request), books.state(publisher)
+        if state.content is None or writer.content is None:
+            self._unidentified(writer if writer.content is None else state)
+            return False
+        key = None if size is None else writer.content.key((published + 1) * size)
+        if key is None:
+            wrong: tuple[Kind, str] | None = (Kind.CONTENT_UNBOUND, f"request {publisher} has no tokens for it")
+        else:
+            wrong = self._difference(
+                state.content, ContentBinding(key, writer.content.domain, publisher), index, column
+            )
+        return wrong is None or not self._refuse_content(*wrong, index, page, state, column)
+
     # -- the external store ---------------------------------------------------------------------------------------
 
     def stored(self, key: Hashable, page: int, *, pool: str | None = None) -> bool:
@@ -147,7 +186,7 @@ class ContentCalls:
     # -- what hits and publications are checked for ---------------------------------------------------------------
 
     def _content_of_hits(self, state: RequestState, index: int, hits: int, column: int) -> list[ContentKey]:
-        """The request's own keys at the ends of its columns from `column` on, as many as there are hits and tokens."""
+        """The request's own keys at the ends of `hits` columns from `column` on, as many as it has tokens for."""
         size = self._books.tables[index].spec.page_size
         if size is None or state.content is None:
             return []

@@ -285,6 +285,15 @@ class RequestContent:
             self._inputs = [entry for entry in self._inputs if entry[0] >= stop]
         self._hashed = stop
 
+    def cut(self, tokens: int) -> None:
+        """It has only its first `tokens` tokens; multimodal inputs that start behind them are gone with the rest."""
+        if tokens > self._hashed:
+            del self._noted[tokens - self._hashed :]
+        else:
+            self._noted.clear()
+            self._hashed = tokens
+        self._inputs = [entry for entry in self._inputs if entry[0] < tokens]
+
     def key(self, tokens: int) -> ContentKey | None:
         """The key of the first `tokens` tokens; None if it has fewer."""
         if not 0 <= tokens <= self.tokens:

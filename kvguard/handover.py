@@ -140,28 +140,41 @@ class PageHandover(ContentCalls):
                     refused.append(page)
         return refused
 
-    def vet_hits(self, request: str, hits: Sequence[tuple[Hashable, int]], *, pool: str | None = None) -> int:
-        """How many leading hits of a cache lookup may be taken; nothing is recorded in any ledger yet."""
+    def vet_hits(
+        self,
+        request: str,
+        hits: Sequence[tuple[Hashable, int]],
+        *,
+        pool: str | None = None,
+        columns: Sequence[int] | None = None,
+    ) -> int:
+        """How many leading hits of a cache lookup may be taken; nothing is recorded in any ledger yet.
+
+        `columns`: where the hits go, ascending, if not to the columns that follow those of the ledger one by one.
+        """
         books = self._books
         index = books.index(pool)
         table = books.tables[index]
-        state, column, own = None, 0, []
-        if self._contents:
+        state, own, first = None, [], 0
+        if self._contents and hits:
             state = books.state(request)
             if state.content is None:
                 return self._unidentified(state)
-            column = len(state.ledgers[index])
-            own = self._content_of_hits(state, index, len(hits), column)
+            first = len(state.ledgers[index])
+            columns = range(first, first + len(hits)) if columns is None else columns
+            first = columns[0]
+            own = self._content_of_hits(state, index, columns[-1] + 1 - first, first)
         for accepted, (key, page) in enumerate(hits):
             if (table.spec.name, page) in books.quarantine and books.enforcing:
                 return accepted
             problem = table.problem_with_adoption(page, key)
             if problem is not None and self._control and self._refuse(problem, index, page, request):
                 return accepted
-            if state is not None:
-                expected = own[accepted] if accepted < len(own) else None
-                wrong = self._problem_with_content(state, index, column + accepted, page, expected)
-                if wrong is not None and self._refuse_content(*wrong, index, page, state, column + accepted):
+            if state is not None and columns is not None:
+                column = columns[accepted]
+                expected = own[column - first] if column - first < len(own) else None
+                wrong = self._problem_with_content(state, index, column, page, expected)
+                if wrong is not None and self._refuse_content(*wrong, index, page, state, column):
                     return accepted
         return len(hits)
 

@@ -9,12 +9,15 @@ from tools.mutation import Mutation, of_file
 
 KEYS: Final = "tests/core/test_content_key.py"
 CONTENTS: Final = "tests/core/test_contents.py"
+RETOLD: Final = "tests/core/test_contents_retold.py"
 CONFIG: Final = "tests/house/test_config.py"
 DOMAIN: Final = "[(f.name, getattr(domain, f.name)) for f in fields(domain)]"
 
 CONTENT_MUTATIONS: Final[tuple[Mutation, ...]] = (
     *of_file(
         "kvguard/content_key.py",
+        ("inputs of tokens that were taken back", RETOLD, "        self._inputs = [entry for entry in self._inputs if entry[0] < tokens]\n", ""),
+        ("noted tokens that were taken back", RETOLD, "            del self._noted[tokens - self._hashed :]\n", "            pass\n"),
         *(
             (f"the domain's {name}", KEYS, DOMAIN, f"[(f.name, getattr(domain, f.name)) for f in fields(domain) if f.name != {name!r}]")
             for name in ("model", "weights_epoch", "kv_layout", "kv_dtype", "lora", "lora_revision", "tenant")
@@ -42,6 +45,9 @@ CONTENT_MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *of_file(
         "kvguard/content_calls.py",
+        ("contents: what a publisher of this pass is made of", RETOLD, "        return wrong is None or not self._refuse_content(*wrong, index, page, state, column)\n", "        return True\n"),
+        ("contents: publishers that were not identified", RETOLD, "            self._unidentified(writer if writer.content is None else state)\n            return False\n", "            return True\n"),
+        ("contents: tokens that were taken back", RETOLD, "        content.cut(tokens)\n", "        pass\n"),
         ("contents: the comparison", CONTENTS, "        if own == binding.key:\n            return None\n", "        return None\n"),
         ("contents: the range of a hit", CONTENTS, "if size is not None and not column * size < tokens <= (column + 1) * size:", "if False:"),
         ("contents: the length of the request", CONTENTS, "            return Kind.CONTENT_TOO_SHORT, f", "            return None and f"),
@@ -60,6 +66,7 @@ CONTENT_MUTATIONS: Final[tuple[Mutation, ...]] = (
     *of_file(
         "kvguard/bookkeeping.py",
         ("contents: the check of an adoption", CONTENTS, "            if self._contents and state.content is not None:\n", "            if False and state.content is not None:\n"),
+        ("contents: a page that a load filled", RETOLD, "holds = need if size is None or need > column * size else", "holds = need if True else"),
         ("contents: hits of the unidentified", CONTENTS, "                if refusable:\n                    return 0\n", "                pass\n"),
         ("contents: hits that cannot be refused", CONTENTS, "if problem is not None else table.invent_tag()", "if True else table.invent_tag()"),
         ("contents: the binding of a publication", CONTENTS, "        table.publish(page, key, promise, request, content)\n", "        table.publish(page, key, promise, request)\n"),
@@ -67,7 +74,8 @@ CONTENT_MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *of_file(
         "kvguard/handover.py",
-        ("contents: the vetting of hits", CONTENTS, "                if wrong is not None and self._refuse_content(*wrong, index, page, state, column + accepted):\n", "                if False:\n"),
+        ("contents: the vetting of hits", CONTENTS, "                if wrong is not None and self._refuse_content(*wrong, index, page, state, column):\n", "                if False:\n"),
+        ("contents: the columns of hits", RETOLD, "                column = columns[accepted]\n", "                column = accepted\n"),
     ),
     *of_file(
         "kvguard/page_table.py",

@@ -15,12 +15,15 @@ BOOKS: Final = "adapters/vllm/block_books.py"
 VERDICTS: Final = "adapters/vllm/verdicts.py"
 WORKER: Final = "adapters/vllm/worker_side.py"
 RANKS: Final = "adapters/vllm/ranks.py"
+CONTENTS: Final = "adapters/vllm/contents.py"
 LAYOUT: Final = "adapters/vllm/layout.py"
 
 LIFE: Final = "tests/vllm/test_life.py"
 FAULTS: Final = "tests/vllm/test_guard_faults.py"
 RUNNER: Final = "tests/vllm/test_runner_v1.py"
 SETUPS: Final = "tests/vllm/test_setups.py"
+IDENTITY: Final = "tests/vllm/test_content_identity.py"
+HITS: Final = "tests/vllm/test_contents.py"
 WRITES: Final = "tests/vllm/test_write_slots.py"
 _SETUP: Final = f"{SETUPS}::test_healthy_traffic_is_unchanged_and_a_fault_has_one_victim"
 _FAULT: Final = f"{RUNNER}::test_a_fault_ends_its_victim_or_is_refused"
@@ -34,13 +37,13 @@ VLLM_MUTATIONS: Final = (
     ),
     Mutation(
         name="vllm-late-loads-not-learnt", path=BOOKS,
-        tests=(f"{LIFE}::test_kv_that_a_connector_loads_is_healthy[LateConnector-full]",),
+        tests=(f"{LIFE}::test_kv_that_a_connector_loads_is_healthy[LateConnector-full-tags]",),
         old="            self._publish_of_waiting(scheduled)\n",
         new="            pass\n",
     ),
     Mutation(
         name="vllm-windows-not-dropped", path=SIDE, tests=(f"{_SETUP}[sliding-window]",),
-        old="            if request_id in self._columns:\n                self._shielded(lambda: self.guard.drop",
+        old="            if any(self._columns.get(request_id, ())):\n                self._shielded(lambda: self.guard.drop",
         new="            if False:\n                self._shielded(lambda: self.guard.drop",
     ),
     Mutation(
@@ -140,5 +143,113 @@ VLLM_MUTATIONS: Final = (
         tests=(f"{WRITES}::test_a_rank_that_failed_takes_part_with_records_of_both_kinds",),
         old="reads + writes, RECORD_WORDS)",
         new="reads, RECORD_WORDS)",
+    ),
+    Mutation(
+        name="vllm-salt-not-told", path=CONTENTS,
+        tests=(f"{IDENTITY}::test_content_keys_tell_apart_what_vllm_does_and_nothing_that_it_does_not",),
+        old="                tenant=request.cache_salt or None,\n",
+        new="",
+    ),
+    Mutation(
+        name="vllm-empty-salt-is-one", path=CONTENTS,
+        tests=(f"{IDENTITY}::test_content_keys_tell_apart_what_vllm_does_and_nothing_that_it_does_not",),
+        old="tenant=request.cache_salt or None",
+        new="tenant=request.cache_salt",
+    ),
+    Mutation(
+        name="vllm-adapter-not-told", path=CONTENTS,
+        tests=(f"{IDENTITY}::test_content_keys_tell_apart_what_vllm_does_and_nothing_that_it_does_not",),
+        old="                lora=None if lora is None else lora.lora_name,\n",
+        new="",
+    ),
+    Mutation(
+        name="vllm-adapter-path-not-told", path=CONTENTS,
+        tests=(f"{IDENTITY}::test_content_keys_tell_apart_what_vllm_does_and_nothing_that_it_does_not",),
+        old="    return \" \".join([*written, path])\n",
+        new="    return \" \".join(written)\n",
+    ),
+    Mutation(
+        name="vllm-images-not-told", path=CONTENTS,
+        tests=(f"{IDENTITY}::test_content_keys_tell_apart_what_vllm_does_and_nothing_that_it_does_not",),
+        old="            [*inputs_of(request, 0), *embeddings_of",
+        new="            [*embeddings_of",
+    ),
+    Mutation(
+        name="vllm-embeddings-not-told", path=CONTENTS,
+        tests=(f"{IDENTITY}::test_a_prompt_of_embeddings_shares_its_common_beginning",),
+        old=", *embeddings_of(request, self._hash_block_size)]",
+        new="]",
+    ),
+    Mutation(
+        name="vllm-adapter-files-not-looked-at", path=CONTENTS,
+        tests=(f"{IDENTITY}::test_an_adapter_that_was_written_again_is_another_one",),
+        old="            written.append(str(os.stat(name).st_mtime_ns))\n",
+        new="            os.stat(name)\n",
+    ),
+    Mutation(
+        name="vllm-weights-not-watched", path=CONTENTS,
+        tests=(f"{HITS}::test_new_weights_are_another_epoch[sync]",),
+        old="                if changes_weights(name):\n                    self.epoch += 1\n",
+        new="                pass\n",
+    ),
+    Mutation(
+        name="vllm-sleep-not-watched", path=CONTENTS,
+        tests=(f"{HITS}::test_sleep_that_discards_the_weights_is_another_epoch",),
+        old="                self.epoch += level >= 2\n",
+        new="                pass\n",
+    ),
+    Mutation(
+        name="vllm-sessions-not-followed", path=CONTENTS,
+        tests=(f"{IDENTITY}::test_a_session_is_what_its_next_input_makes_of_it",),
+        old="                if known.tokens > kept:\n",
+        new="                if False:\n",
+    ),
+    Mutation(
+        name="vllm-images-of-sessions-not-told", path=CONTENTS,
+        tests=(f"{IDENTITY}::test_a_session_is_what_its_next_input_makes_of_it",),
+        old="                if len(session.mm_features) > known.inputs:\n",
+        new="                if False:\n",
+    ),
+    Mutation(
+        name="vllm-published-under-old-weights", path=BOOKS,
+        tests=(f"{HITS}::test_new_weights_are_another_epoch[sync]",),
+        old="            if not self._contents.current(request):\n",
+        new="            if False:\n",
+    ),
+    Mutation(
+        name="vllm-waiting-requests-kept", path=BOOKS,
+        tests=(f"{HITS}::test_a_request_that_leaves_while_it_waits_is_finished",),
+        old="            self._contents.forget(name)\n",
+        new="            pass\n",
+    ),
+    Mutation(
+        name="vllm-tokens-not-learnt", path=BOOKS,
+        tests=(f"{HITS}::test_streaming_sessions_are_healthy[sync]",),
+        old="                    self._contents.learn(self._scheduler.requests[name], end)\n",
+        new="                    pass\n",
+    ),
+    Mutation(
+        name="vllm-hits-of-this-pass-not-compared", path=SIDE,
+        tests=(f"{HITS}::test_hits_on_what_is_published_in_the_same_pass_are_compared[sync]",),
+        old="                    if not self._may_take_promised(request, group, column, page):\n",
+        new="                    if False:\n",
+    ),
+    Mutation(
+        name="vllm-good-prefix-not-kept", path=SIDE,
+        tests=(f"{HITS}::test_a_refused_hit_keeps_the_good_prefix",),
+        old="min(max_cache_hit_length, limit)",
+        new="min(max_cache_hit_length, 0 * limit)",
+    ),
+    Mutation(
+        name="vllm-lookups-counted-twice", path=SIDE,
+        tests=(f"{HITS}::test_a_refused_hit_keeps_the_good_prefix[keys]",),
+        old="            manager.log_stats = counting\n",
+        new="            pass\n",
+    ),
+    Mutation(
+        name="vllm-refused-entry-kept", path=SIDE,
+        tests=(f"{HITS}::test_a_refused_hit_keeps_the_good_prefix[keys]",),
+        old="                self._drop_cache_entry(found[1], found[2])\n",
+        new="                pass\n",
     ),
 )  # fmt: skip

@@ -12,6 +12,7 @@ from itertools import compress
 from operator import attrgetter, ne, sub
 from typing import Any, NamedTuple
 
+from kvguard.adapters.vllm.contents import RequestContents
 from kvguard.guard import Guard
 from kvguard.messages import StepDelta
 from kvguard.pools import GuardSetup, PoolSpec
@@ -52,11 +53,24 @@ class BlockBooks:
         self._ends: list[int] = []
         """Computed tokens of the requests of `_in_step`, as they were when those were last looked at in full."""
         self._repeats = REPEATS_MAX
+        self._contents: RequestContents | None = None
+        """At level `keys` alone."""
+        self._place_in_pass: dict[int, tuple[str, int]] = {}
+        """At level `keys`: block -> (request, column) for which it was published since the books last looked."""
+        if guard.wants_contents:
+            kv_groups = manager.kv_cache_config.kv_cache_groups
+            self._contents = RequestContents(guard, config, kv_groups, self._block_pool.hash_block_size)
 
     # -- requests end, blocks are published -----------------------------------------------------------------------
 
     def _note_publication(self, request: str, group: int, column: int, block: Any, there: bool) -> None:
         entry = (group, column, block.block_hash, block, there)
+        if self._contents is not None:
+            if not self._contents.current(request):
+                # What it computes from here on stands on KV of other weights: nobody else may have it.
+                self._drop_cache_entry(block.block_hash, block.block_id)
+                return
+            self._place_in_pass[block.block_id] = (request, column)
         self._published.setdefault(request, []).append(entry)
         self._key_in_pass[block.block_id] = block.block_hash
 
@@ -71,6 +85,12 @@ class BlockBooks:
             self._publish(name)
         if self._columns.pop(name, None) is not None:
             self.guard.finish(name)
+        if self._contents is not None:
+            self._contents.forget(name)
+
+    def _drop_cache_entry(self, key: Any, page: int) -> None:
+        """Remove one mapping, and only it: the page may hold other content, rightly cached under another key."""
+        self._block_pool.cached_block_hash_to_block.pop(key, page)
 
     # -- blocks change hands --------------------------------------------------------------------------------------
 
@@ -170,6 +190,7 @@ class BlockBooks:
             self._catch_up_with_waiting(requests)
         self._published.clear()
         self._key_in_pass.clear()
+        self._place_in_pass.clear()
         delta = self.guard.step(names, [0] * len(names), ends, starts)
         return StepPayload(setup=self.guard.setup if delta.step == 1 else None, delta=delta)
 
@@ -245,14 +266,22 @@ class BlockBooks:
 
     def _catch_up(self, name: str, request: Any) -> None:
         """The request's blocks, as vLLM has them now, into its ledgers."""
-        columns = self._columns.get(name)
-        if columns is None:
-            self.guard.start(name)
-            columns = self._columns[name] = [0] * len(self._managers)
+        columns = self._columns.get(name) or self._start(request)
         for group, manager in enumerate(self._managers):
             blocks = manager.req_to_blocks.get(name, ())
             if len(blocks) != columns[group]:
                 self._learn(request, group, blocks, columns)
+
+    def _start(self, request: Any) -> list[int]:
+        """A request that the guard may not know yet, and that holds no blocks yet; returns its columns per group."""
+        name = request.request_id
+        columns = self._columns.get(name)
+        if columns is None:
+            self.guard.start(name)
+            columns = self._columns[name] = [0] * len(self._managers)
+        if self._contents is not None:
+            self._contents.identify(request)
+        return columns
 
     def _catch_up_with_waiting(self, requests: Any) -> None:
         """Requests that got blocks without being scheduled: a connector loads their KV first."""
@@ -273,6 +302,7 @@ class BlockBooks:
         self._publish_of_waiting(())
         self._published.clear()
         self._key_in_pass.clear()
+        self._place_in_pass.clear()
 
     def _learn(self, request: Any, group: int, blocks: Any, columns: list[int]) -> None:
         name, pool = request.request_id, self._groups[group]
@@ -315,5 +345,9 @@ class BlockBooks:
         loaded = any(there for *_, there in entries) and self.guard.scheduled_tokens(name) == 0
         for group, column, key, block, there in entries:
             if block.block_hash == key:
+                if self._contents is not None:
+                    end = (column + 1) * self._managers[group].block_size
+                    self._contents.learn(self._scheduler.requests[name], end)
                 tokens = 0 if loaded and there else None
-                self.guard.publish(name, column, key, pool=self._groups[group], tokens=tokens)
+                if not self.guard.publish(name, column, key, pool=self._groups[group], tokens=tokens):
+                    self._drop_cache_entry(key, block.block_id)

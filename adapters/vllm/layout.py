@@ -43,7 +43,7 @@ STANDING_LIMITS = (
     "a page that a connector writes after its request ended is not ordered with the forward, and not seen",
     "wrong tokens under a right cache key, LoRA adapters and tenants are not seen at level tags",
 )
-"""What no configuration of this level covers."""
+"""What no configuration covers, or not below level `keys`."""
 
 
 def vllm_version() -> str:
@@ -88,7 +88,7 @@ def describe_scheduler(scheduler: Any) -> tuple[PoolSpec, ...]:
     require(scheduler, "kv_cache_manager", "requests")
     manager = scheduler.kv_cache_manager
     require(manager, "block_pool", "coordinator", "empty_kv_cache_blocks", "kv_cache_config")
-    require(manager.coordinator, "single_type_managers")
+    require(manager.coordinator, "single_type_managers", "find_longest_cache_hit")
     pool = manager.block_pool
     require(pool, "blocks", "null_block", "free_block_queue", "num_gpu_blocks", "cached_block_hash_to_block")
     for single in manager.coordinator.single_type_managers:
@@ -136,8 +136,8 @@ def check_configuration(config: Any) -> None:
         )
 
 
-def limits_of(config: Any) -> list[str]:
-    """What of this VllmConfig is guarded only in part; named when the guard attaches."""
+def limits_of(config: Any, level: str) -> list[str]:
+    """What of this VllmConfig is guarded only in part at this level; named when the guard attaches."""
     found = []
     if vllm_version().partition("+")[0] not in TESTED_RELEASES:
         found.append(f"vLLM {vllm_version()} is not a tested release ({', '.join(TESTED_RELEASES)})")
@@ -145,7 +145,7 @@ def limits_of(config: Any) -> list[str]:
     if transfer is not None:
         connector = getattr(transfer, "kv_connector", None)
         found.append(f"KV connector {connector}: the bytes that it moves are not verified")
-    if getattr(config, "lora_config", None) is not None:
+    if getattr(config, "lora_config", None) is not None and level != "keys":
         found.append("LoRA: which adapter wrote a page is not verified")
     return found
 

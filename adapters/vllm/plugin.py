@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from kvguard.adapters.activation import asked_for, refuse_contents
+from kvguard.adapters.activation import asked_for
 
 SCHEDULER_MODULE = "vllm.v1.core.sched.scheduler"
+CORE_MODULE = "vllm.v1.engine.core"
 RUNNER_V1_MODULE = "vllm.v1.worker.gpu_model_runner"
 RUNNER_V2_MODULE = "vllm.v1.worker.gpu.model_runner"
 ATTACHED = "_kvguard_attached"
@@ -32,9 +33,10 @@ def register() -> None:
     config = GuardConfig.load()
     if config.is_off:
         return
-    refuse_contents(config, "vLLM")
     frontend.attach(when_imported)
     when_imported(SCHEDULER_MODULE, lambda module: _patch_init(module.Scheduler, _attach_scheduler))
+    if config.level == "keys":
+        when_imported(CORE_MODULE, lambda module: _patch_init(module.EngineCore, _attach_core))
     when_imported(RUNNER_V1_MODULE, lambda module: _patch_init(module.GPUModelRunner, _attach_runner_v1))
     when_imported(RUNNER_V2_MODULE, lambda module: _patch_init(module.GPUModelRunner, _attach_runner_v2))
 
@@ -65,12 +67,20 @@ def _attach_scheduler(scheduler: Any) -> None:
     config = GuardConfig.load()
     try:
         scheduler._kvguard_attached = SchedulerSide(scheduler, describe_scheduler(scheduler), config)
-        limits = limits_of(getattr(scheduler, "vllm_config", None))
+        limits = limits_of(getattr(scheduler, "vllm_config", None), config.level)
         emit("vllm_attached", severity="warning" if limits else "info", version=vllm_version(), not_covered=limits)
     except Unsupported as error:
         emit("not_attached", severity="critical", reason=str(error), on_guard_error=config.on_guard_error)
         if config.on_guard_error == "abort":
             raise
+
+
+def _attach_core(core: Any) -> None:
+    # Built after its scheduler; its subclasses call this constructor too.
+    side = getattr(core.scheduler, ATTACHED, None)
+    if side is not None and not hasattr(core, ATTACHED):
+        side.watch_weights(core)
+        setattr(core, ATTACHED, True)
 
 
 def _attach_runner_v1(runner: Any) -> None:

@@ -40,6 +40,11 @@ class SchedulerSide(BlockBooks):
         self._wrap_managers(scheduler.kv_cache_manager)
         self._wrap_scheduler(scheduler)
 
+    def watch_weights(self, core: Any) -> None:
+        """Learn from an EngineCore when the weights change; below level `keys` nothing depends on it."""
+        if self._contents is not None:
+            self._contents.watch_weights(core)
+
     # -- wrappers -------------------------------------------------------------------------------------------------
 
     def _shielded(self, call: Callable[[], Any]) -> Any:
@@ -117,7 +122,8 @@ class SchedulerSide(BlockBooks):
 
     def _dropping(self, original: Callable[..., Any], group: int) -> Callable[..., Any]:
         def guarded(request_id: str, start: int, stop: int, *args: Any, **kwargs: Any) -> Any:
-            if request_id in self._columns:
+            # A request that was only looked up has no columns yet.
+            if any(self._columns.get(request_id, ())):
                 self._shielded(lambda: self.guard.drop(request_id, start, stop, pool=self._groups[group]))
             return original(request_id, start, stop, *args, **kwargs)
 
@@ -125,33 +131,94 @@ class SchedulerSide(BlockBooks):
 
     def _vetting_hits(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(request: Any, *args: Any, **kwargs: Any) -> Any:
-            result = original(request, *args, **kwargs)
-            if result[1] and self._shielded(lambda: self._hits_refused(request, result[0].blocks)):
-                # Nothing is adopted rather than a part: groups of a hybrid model must agree on a length.
-                return (self._scheduler.kv_cache_manager.empty_kv_cache_blocks, 0, *((0,) * (len(result) - 2)))
-            return result
+            if self._contents is not None:
+                self._shielded(lambda: self._start(request))
+            result = found = original(request, *args, **kwargs)
+            while found[1]:
+                limit = self._shielded(partial(self._first_wrong_hit, request, found[0].blocks))
+                if limit is None:
+                    break
+                # vLLM looks again, for less: groups of a hybrid model must agree on a length, which it sees to itself.
+                found = self._looked_up_again(original, limit, request, *args, **kwargs)
+            if found is not result:
+                self._correct_statistics(request, result[1] - found[1])
+            return found
 
         return guarded
 
-    def _hits_refused(self, request: Any, groups: Any) -> bool:
-        """Whether any cached block of a lookup is not what its key says; such entries are forgotten."""
-        for group, blocks in enumerate(groups):
-            hits = [
-                (self._key(request, group, column), block.block_id)
-                for column, block in enumerate(blocks)
-                if not block.is_null
-            ]
-            # What was published earlier in this very pass reaches the books at its end.
-            hits = [(key, page) for key, page in hits if self._key_in_pass.get(page) != key]
-            accepted = self.guard.vet_hits(request.request_id, hits, pool=self._groups[group])
-            if accepted < len(hits):
-                self._drop_cache_entry(*hits[accepted])
-                return True
-        return False
+    def _first_wrong_hit(self, request: Any, groups: Any) -> int | None:
+        """The position in tokens before which the hits of a lookup are right; None if all are.
 
-    def _drop_cache_entry(self, key: Any, page: int) -> None:
-        """Remove one stale mapping, and only it: the page may hold other content, rightly cached under another key."""
-        self._block_pool.cached_block_hash_to_block.pop(key, page)
+        The cache forgets what led to the first wrong one of each group.
+        """
+        wrong = []
+        for group, blocks in enumerate(groups):
+            hits: list[tuple[int, Any, int]] = []
+            promised: list[tuple[int, Any, int]] = []
+            for column, block in enumerate(blocks):
+                if not block.is_null:
+                    key, page = self._key(request, group, column), block.block_id
+                    # What was published earlier in this very pass reaches the books at its end.
+                    (promised if self._key_in_pass.get(page) == key else hits).append((column, key, page))
+            found = self._first_refused(request, group, hits)
+            if self._contents is not None:
+                for column, key, page in promised:
+                    if found is not None and column > found[0]:
+                        break
+                    if not self._may_take_promised(request, group, column, page):
+                        found = (column, key, page)
+                        break
+            if found is not None:
+                self._drop_cache_entry(found[1], found[2])
+                wrong.append(found[0] * self._managers[group].block_size)
+        return min(wrong, default=None)
+
+    def _first_refused(self, request: Any, group: int, hits: list[tuple[int, Any, int]]) -> tuple[int, Any, int] | None:
+        accepted = self.guard.vet_hits(
+            request.request_id,
+            [(key, page) for _, key, page in hits],
+            pool=self._groups[group],
+            columns=[column for column, _, _ in hits],
+        )
+        return hits[accepted] if accepted < len(hits) else None
+
+    def _may_take_promised(self, request: Any, group: int, column: int, page: int) -> bool:
+        assert self._contents is not None
+        publisher, published = self._place_in_pass[page]
+        self._contents.learn(self._scheduler.requests[publisher], (published + 1) * self._managers[group].block_size)
+        return self.guard.vet_promised(
+            request.request_id, column, page, publisher, published, pool=self._groups[group]
+        )
+
+    def _looked_up_again(
+        self, look_up: Callable[..., Any], limit: int, request: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        """`get_computed_blocks` once more, for at most `limit` tokens; it counts in no statistics."""
+        manager = self._scheduler.kv_cache_manager
+        coordinator = manager.coordinator
+        find, own = coordinator.find_longest_cache_hit, vars(coordinator).get("find_longest_cache_hit")
+        counting = manager.log_stats
+
+        def find_less(block_hashes: Any, max_cache_hit_length: int, *more: Any, **named: Any) -> Any:
+            return find(block_hashes, min(max_cache_hit_length, limit), *more, **named)
+
+        coordinator.find_longest_cache_hit, manager.log_stats = find_less, False
+        try:
+            return look_up(request, *args, **kwargs)
+        finally:
+            manager.log_stats = counting
+            if own is None:
+                del coordinator.find_longest_cache_hit
+            else:
+                coordinator.find_longest_cache_hit = own
+
+    def _correct_statistics(self, request: Any, refused_tokens: int) -> None:
+        """Releases that count hits in the lookup itself, and not at admission, have counted those that were refused."""
+        manager = self._scheduler.kv_cache_manager
+        if manager.log_stats and not hasattr(manager, "record_prefix_cache_stats"):
+            stats, preempted = manager.prefix_cache_stats, request.num_preemptions > 0
+            name = "preempted_hits" if preempted and hasattr(stats, "preempted_hits") else "hits"
+            setattr(stats, name, getattr(stats, name) - refused_tokens)
 
     def _resetting(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -202,6 +269,8 @@ class SchedulerSide(BlockBooks):
             return result
 
         scheduler.schedule, scheduler.update_from_output = guarded_schedule, guarded_update
+        if self._contents is not None and hasattr(scheduler, "_update_request_as_session"):
+            scheduler._update_request_as_session = self._contents.follow_session(scheduler._update_request_as_session)
         if hasattr(scheduler, "_handle_invalid_blocks"):
             scheduler._handle_invalid_blocks = self._rewinding(scheduler._handle_invalid_blocks)
 

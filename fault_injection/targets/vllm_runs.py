@@ -12,7 +12,7 @@ from typing import Any
 
 from kvguard.config import GuardConfig
 from kvguard.fault_injection.faults.pages import PAGE_FAULTS, PageFault
-from kvguard.fault_injection.plan import Cell, CleanPlan, TrialPlan
+from kvguard.fault_injection.plan import LEVEL, Cell, CleanPlan, TrialPlan
 from kvguard.fault_injection.runs import PROOFS, Run, guard_trouble
 from kvguard.fault_injection.targets.checkpoints import model_folder, prompts_of
 from kvguard.fault_injection.targets.vllm import client_name
@@ -98,18 +98,19 @@ def _start(options: VllmOptions) -> VllmEngine:
     return engine
 
 
-_engines = _Engines()
+ENGINES = _Engines()
 
 
-def _attach(engine: VllmEngine, *, proofs: str, seed: int) -> Any:
+def attach(engine: VllmEngine, *, proofs: str, seed: int, level: str = LEVEL) -> Any:
     """Put a new guard on the live engine, as the plug-in does with one that is being built. Returns the Guard."""
     from kvguard.adapters.vllm.layout import describe_scheduler
     from kvguard.adapters.vllm.scheduler_side import SchedulerSide
     from kvguard.adapters.vllm.worker_side import WorkerSideV1, WorkerSideV2
 
     scheduler, runner = engine.scheduler, engine.runner
-    config = GuardConfig.default(seed=seed)
+    config = GuardConfig.default(seed=seed, level=level)
     side = SchedulerSide(scheduler, describe_scheduler(scheduler), config, proofs=PROOFS[proofs])
+    side.watch_weights(engine.core)
     setattr(scheduler, GUARD_MARK, side)
     setattr(runner, GUARD_MARK, WorkerSideV2(runner) if engine.options.runner == "v2" else WorkerSideV1(runner))
     return side.guard
@@ -131,10 +132,10 @@ def run_vllm(
 
     `proofs`: None for no guard. `padded`: batches have padding lanes, as with CUDA graphs.
     """
-    engine = _engines.get(options)
+    engine = ENGINES.get(options)
     functions = OwnFunctions(engine)
     hook = StepHook(engine) if padded else None
-    guard = None if proofs is None else _attach(engine, proofs=proofs, seed=guard_seed)
+    guard = None if proofs is None else attach(engine, proofs=proofs, seed=guard_seed)
     watched = WatchedRun(
         engine,
         arrivals,
@@ -156,16 +157,16 @@ def run_vllm(
     finally:
         functions.restore()
         if run.crash:
-            _engines.drop(options)
+            ENGINES.drop(options)
     if guard is not None:
-        run.violations = _by_client(guard.violations)
+        run.violations = by_client(guard.violations)
         run.guard_trouble = guard_trouble(guard.health())
         if fault is None and not run.guard_trouble and leaked_pages(engine):
             run.guard_trouble = f"{leaked_pages(engine)} pages are lost"
     return run
 
 
-def _by_client(violations: tuple[Any, ...]) -> tuple[Any, ...]:
+def by_client(violations: tuple[Any, ...]) -> tuple[Any, ...]:
     """Violations under the names that clients gave their requests."""
     return tuple(v if v.request is None else replace(v, request=client_name(v.request)) for v in violations)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from kvguard.fault_injection.engine.scheduler import Request
 from kvguard.fault_injection.faults.pages import PageFault
 from kvguard.fault_injection.runs import MAX_STEPS, Run, first_step
 from kvguard.fault_injection.targets.vllm import VllmTarget, client_name
@@ -154,11 +155,7 @@ class WatchedRun:
     def _launch(self, output: Any) -> None:
         """The step's forward comes next: note whether the fault is live for it, and who took promised pages."""
         run = self.run
-        admitted = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
-        cached = output.scheduled_cached_reqs
-        resumed = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
-        admitted |= {name: tokens for name, tokens in resumed if name in cached.resumed_req_ids}
-        for request_id, tokens in admitted.items():
+        for request_id, tokens in self._admitted(output).items():
             run.counts.prefix_hits += tokens > 0
             for block in self._manager.req_to_blocks[request_id][: tokens // self._target.page_size]:
                 step, writer = self._publications.get(block.block_id, (0, ""))
@@ -176,6 +173,17 @@ class WatchedRun:
             # Until the verdict on the live step is back, others may follow the same stale entry. A page that was handed
             # out anew is another matter: who takes it from the cache then takes what its new owner wrote.
             run.affected |= run.injection.affected()
+
+    def _admitted(self, output: Any) -> dict[str, int]:
+        """Requests that start or resume with this step, and how many tokens they found cached."""
+        admitted = {new.req_id: new.num_computed_tokens for new in output.scheduled_new_reqs}
+        cached = output.scheduled_cached_reqs
+        resumed = zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        return admitted | {name: tokens for name, tokens in resumed if name in cached.resumed_req_ids}
+
+    def _prompt(self, request: Request) -> dict[str, Any]:
+        """What the client sends."""
+        return {"prompt_token_ids": list(request.prompt)}
 
     def _note_detection(self, step: int) -> None:
         if self._guard is not None and self.run.detected_step < 0 and self._guard.violations:
@@ -196,7 +204,7 @@ class WatchedRun:
                 parameters = SamplingParams(
                     max_tokens=request.max_new_tokens, temperature=0, ignore_eos=True, detokenize=False
                 )
-                llm.add_request(request.id, {"prompt_token_ids": list(request.prompt)}, parameters)
+                llm.add_request(request.id, self._prompt(request), parameters)
                 answers[request.id], errors[request.id] = (), None
                 position += 1
             leaving = [a.request.id for a in self._arrivals if a.abort_step == self._step]

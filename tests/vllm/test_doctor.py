@@ -7,6 +7,7 @@ import json
 import pytest
 from typer.testing import CliRunner
 
+from kvguard.adapters import doctor as doctor_module
 from kvguard.adapters import findings as findings_module
 from kvguard.adapters.vllm import layout
 from kvguard.cli import build_app
@@ -57,6 +58,16 @@ def test_what_would_leave_vllm_unguarded_fails(monkeypatch: pytest.MonkeyPatch) 
     code, findings, output = run()
     assert code == 1 and failed(findings) == ["vllm scheduler"] and "BlockPool has no evict_blocks" in output
     assert layout.vllm_version() in output
+
+
+def test_level_keys_is_fine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's adapter says what requests are made of; an engine whose adapter does not is named and fails."""
+    monkeypatch.setenv("KVGUARD_LEVEL", "keys")
+    code, findings, output = run("--engine", "vllm")
+    assert code == 0 and failed(findings) == [] and "level keys" in output
+    monkeypatch.setattr(doctor_module, "CONTENT_ENGINES", ())
+    code, findings, output = run("--engine", "vllm")
+    assert code == 1 and failed(findings) == ["vllm level"] and "KVGUARD_LEVEL=tags" in output
 
 
 def test_an_unknown_engine_is_a_usage_error() -> None:

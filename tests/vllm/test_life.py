@@ -31,9 +31,18 @@ def golden(checkpoint: Path) -> dict[int, list[Answer]]:
 
 
 @pytest.fixture
-def start(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., VllmEngine]:
+def level() -> str:
+    """At which a test is guarded, unless it is run at several."""
+    return "tags"
+
+
+both_levels = pytest.mark.parametrize("level", ["tags", "keys"])
+
+
+@pytest.fixture
+def start(checkpoint: Path, level: str, monkeypatch: pytest.MonkeyPatch) -> Callable[..., VllmEngine]:
     """Start a guarded engine."""
-    monkeypatch.setenv("KVGUARD_LEVEL", "tags")
+    monkeypatch.setenv("KVGUARD_LEVEL", level)
 
     def start_engine(**options: Any) -> VllmEngine:
         register()
@@ -136,6 +145,7 @@ def test_a_request_preempted_while_its_flagged_step_is_in_flight_emits_nothing(
     assert engine.generate(*traffic(2)) == golden[2]
 
 
+@both_levels
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 def test_a_reset_with_running_requests_is_healthy(
     start: Callable[..., VllmEngine], golden: dict[int, list[Answer]], asynchronous: bool
@@ -204,6 +214,7 @@ def test_a_reset_releases_a_block_that_was_given_back_in_quarantine(
     assert_clean(engine)
 
 
+@both_levels
 @pytest.mark.parametrize("busy", [False, True], ids=["idle", "busy"])
 def test_the_next_turn_of_a_talk_is_healthy(start: Callable[..., VllmEngine], busy: bool) -> None:
     """With asynchronous scheduling vLLM publishes the last full block of a request in the update that ends it."""
@@ -233,6 +244,7 @@ def test_the_next_turn_of_a_talk_is_healthy(start: Callable[..., VllmEngine], bu
     assert engine.guard_side._published == {}
 
 
+@both_levels
 @pytest.mark.parametrize("twins", [1, 2])
 def test_blocks_that_a_connector_failed_to_load_are_computed_again(
     twins: int, start: Callable[..., VllmEngine], tmp_path: Path
@@ -295,6 +307,7 @@ def refuse_once_loaded(engine: VllmEngine) -> None:
     manager.allocate_slots = refusing
 
 
+@both_levels
 @pytest.mark.parametrize(
     ("connector", "full"),
     [("ExampleConnector", False), ("LateConnector", False), ("LateConnector", True)],

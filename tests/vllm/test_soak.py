@@ -22,8 +22,12 @@ SOAKS: dict[str, tuple[str, dict[str, Any], float]] = {
     "llama-async": ("llama", {"asynchronous": True}, 0.25),
     "sliding-window-async": ("mistral", {"asynchronous": True}, 0.1),
     "hybrid": ("gemma3", {"num_blocks": 32}, 0.1),
+    "llama-keys": ("llama", {"level": "keys"}, 0.25),
+    "llama-keys-async": ("llama", {"level": "keys", "asynchronous": True}, 0.25),
+    "hybrid-keys": ("gemma3", {"level": "keys", "num_blocks": 32}, 0.1),
 }
-"""Name -> architecture, options, and what part of STEPS it runs."""
+"""Name -> architecture, options with the level, and what part of STEPS it runs."""
+SALTS = (None, None, "red", "blue")
 
 
 def counting(owner: Any, name: str, counts: Counter[str], what: str, amount: Any = lambda result: 1) -> None:
@@ -45,6 +49,7 @@ def soak(engine: VllmEngine, counts: Counter[str], steps: int) -> dict[str, tupl
     llm, pool = engine.llm_engine, engine.pool
     counting(engine.scheduler, "_preempt_request", counts, "preemptions")
     counting(engine.scheduler.kv_cache_manager, "get_computed_blocks", counts, "prefix_hits", lambda r: r[1] > 0)
+    counting(engine.scheduler.kv_cache_manager, "get_computed_blocks", counts, "hit_tokens", lambda r: r[1])
     counting(pool, "_maybe_evict_cached_block", counts, "evictions", bool)
     rng = random.Random(SEED)
     prefixes = [[rng.randrange(256) for _ in range(96)] for _ in range(3)]
@@ -59,12 +64,16 @@ def soak(engine: VllmEngine, counts: Counter[str], steps: int) -> dict[str, tupl
                 prompt = rng.choice(prefixes)[: rng.randrange(97)] if rng.random() < 0.5 else []
                 prompt = prompt + [rng.randrange(256) for _ in range(rng.randrange(1, 90))]
             recent = [*recent[-7:], prompt]
+            salt = rng.choice(SALTS)
             for _ in range(2 if rng.random() < 0.25 else 1):
                 name = f"q{counts['requests']}"
                 counts["requests"] += 1
                 tokens = rng.randrange(1, 120)
                 parameters = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
-                llm.add_request(name, {"prompt_token_ids": prompt}, parameters)
+                given: Any = {"prompt_token_ids": prompt} if salt is None else {
+                    "prompt_token_ids": prompt, "cache_salt": salt,
+                }  # fmt: skip
+                llm.add_request(name, given, parameters)
                 live.append(name)
         if live and rng.random() < 0.02:
             llm.abort_request([live.pop(rng.randrange(len(live)))])
@@ -87,6 +96,8 @@ def test_a_soak_of_healthy_traffic_is_clean_and_changes_no_token(
 ) -> None:
     """A pool that is nearly full most of the time: preemptions, evictions, hits, aborts, and not one violation."""
     architecture, settings, part = SOAKS[name]
+    settings, level = dict(settings), settings.get("level", "tags")
+    settings.pop("level", None)
     steps = int(STEPS * part)
     print(f"seed {SEED}, {steps} steps (KVGUARD_TEST_SEED, KVGUARD_TEST_STEPS)")
     options = VllmOptions(
@@ -98,14 +109,14 @@ def test_a_soak_of_healthy_traffic_is_clean_and_changes_no_token(
         plain_engine = VllmEngine(options)
         assert plain_engine.guard_side is None
         plain = soak(plain_engine, plain_counts, steps)
-    monkeypatch.setenv("KVGUARD_LEVEL", "tags")
+    monkeypatch.setenv("KVGUARD_LEVEL", level)
     register()
     engine = VllmEngine(options)
     counts: Counter[str] = Counter()
     guarded = soak(engine, counts, steps)
     print(dict(counts), f"{len(guarded)} requests compared")
     guard = engine.guard_side.guard
-    assert guard.violations == ()
+    assert guard.violations == () and guard.wants_contents == (level == "keys")
     assert guarded == plain and counts == plain_counts
     happened = ("preemptions", "evictions", "prefix_hits", "client_aborts", "steps_full")
     assert min(counts[what] for what in happened) > 0 and len(guarded) > steps / 50, counts
