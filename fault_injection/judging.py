@@ -28,6 +28,8 @@ WRITER_COUNTS = (
     "window_pages_passed",
 )
 """Habits that write where a careless check would not expect it: see `Counts`."""
+SERVED_COUNTS = ("tenant_hits", "returns")
+"""What runs of mixed traffic through vLLM or SGLang contained besides."""
 STORE_COUNTS = ("store_hits", "weight_updates")
 """What runs of the traffic of cache keys contained besides."""
 
@@ -147,7 +149,9 @@ def _leak(injection: Injection, golden: Run, off: Run, on: Run, runs: TrialRuns)
 
 def judge_clean(plan: CleanPlan, golden: Run, run: Run) -> CleanResult:
     """Healthy traffic with the guard on (`run`) against the same with the guard off (`golden`)."""
-    besides = {WRITES: WRITER_COUNTS, KEYS: STORE_COUNTS}
+    besides = {WRITES: WRITER_COUNTS, KEYS: STORE_COUNTS}.get(plan.traffic, ())
+    if plan.engine in ("vllm", "sglang"):
+        besides = SERVED_COUNTS
     return CleanResult(
         index=plan.index,
         engine=plan.engine,
@@ -168,7 +172,7 @@ def judge_clean(plan: CleanPlan, golden: Run, run: Run) -> CleanResult:
         promised_hits=run.counts.promised_hits,
         client_aborts=run.counts.client_aborts,
         steps=run.counts.steps,
-        writers={name: getattr(run.counts, name) for name in besides.get(plan.traffic, ())},
+        writers={name: getattr(run.counts, name) for name in besides},
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvguard.fault_injection.faults.pages import PageFault
+from kvguard.fault_injection.mixed_traffic import returning
 from kvguard.fault_injection.runs import MAX_STEPS, Run, first_step
 from kvguard.fault_injection.targets.vllm import VllmTarget, client_name
 from kvguard.fault_injection.targets.vllm_step import PreparedStep, StepHook
@@ -42,6 +43,8 @@ class WatchedRun:
         self._engine, self._scheduler = engine, engine.scheduler
         self._manager = self._scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         self._arrivals = sorted(arrivals, key=lambda arrival: (arrival.step, arrival.request.id))
+        self._tenants = {arrival.request.id for arrival in arrivals if arrival.request.tenant}
+        self._returning = returning(arrivals)
         self._fault, self._seed, self._guard = fault, fault_seed, guard
         self._first = first_step(fault, fault_seed) if fault is not None else 0
         self._client_aborts = client_aborts or {}
@@ -160,6 +163,9 @@ class WatchedRun:
         admitted |= {name: tokens for name, tokens in resumed if name in cached.resumed_req_ids}
         for request_id, tokens in admitted.items():
             run.counts.prefix_hits += tokens > 0
+            run.counts.tenant_hits += tokens > 0 and client_name(request_id) in self._tenants
+            resumes = request_id in cached.resumed_req_ids
+            run.counts.returns += tokens == 0 and not resumes and client_name(request_id) in self._returning
             for block in self._manager.req_to_blocks[request_id][: tokens // self._target.page_size]:
                 step, writer = self._publications.get(block.block_id, (0, ""))
                 if step > self._judged and writer != client_name(request_id):
@@ -196,7 +202,10 @@ class WatchedRun:
                 parameters = SamplingParams(
                     max_tokens=request.max_new_tokens, temperature=0, ignore_eos=True, detokenize=False
                 )
-                llm.add_request(request.id, {"prompt_token_ids": list(request.prompt)}, parameters)
+                prompt: Any = {"prompt_token_ids": list(request.prompt)}
+                if request.tenant:
+                    prompt["cache_salt"] = request.tenant
+                llm.add_request(request.id, prompt, parameters)
                 answers[request.id], errors[request.id] = (), None
                 position += 1
             leaving = [a.request.id for a in self._arrivals if a.abort_step == self._step]
