@@ -26,9 +26,9 @@ Kind = Literal["desk", "talk", "return", "foreign", "new"]
 
 @dataclass(frozen=True, kw_only=True)
 class Arrives:
-    """A client's request. kind: `desk` starts with a prompt of the system's, which every tenant has; `talk` goes on from
-    an earlier one of its tenant; `return` is an early one of its tenant again; `foreign` is what another tenant said and
-    this one never did; `new` is none of these."""
+    """A client's request. kind: `desk` starts with a prompt of the system's, which every tenant has; `talk` goes on
+    from an earlier one of its tenant; `return` is an early one of its tenant again; `foreign` is what another tenant
+    said and this one never did; `new` is none of these."""
 
     name: str
     prompt: tuple[int, ...]

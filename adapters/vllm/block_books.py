@@ -157,8 +157,8 @@ class BlockBooks:
         ends = list(map(_COMPUTED_TOKENS, running))
         self._ends, self._repeats = ends, REPEATS_MAX if self._speculates else 0
         starts = None
-        # Where each request starts to write says which blocks it has filled: that changes as it gets another one, and in
-        # blocks that it got ahead: for drafts, or with the last tokens of a prompt.
+        # Where each request starts to write says which blocks it has filled: that changes as it gets another one, and
+        # also within blocks that it got ahead: for drafts, or with the last tokens of a prompt.
         if not steady or self._speculates or self._floors_due:
             starts = list(map(sub, ends, output.num_scheduled_tokens.values()))
             if self._speculates:

@@ -7,11 +7,12 @@ import pytest
 
 from kvguard.guard import Judgement
 from kvguard.violation import Kind, Proof
-from tests.core.test_write_slots import BACKENDS, PROOFS, WriteRig, kinds, only
+from tests.core.support import kinds
+from tests.core.test_write_slots import BACKENDS, PROOFS, WriteRig, only
 
 
 def late(rig: WriteRig, request: str, known: int, written: int) -> Judgement:
-    """A step in which the request's length is stale on the device: it writes `written` where it should write `known`."""
+    """A step in which the request's length is stale on the device: it writes `written` in place of `known`."""
     delta = rig.guard.step([request], [rig.rows[request]], [known + 1], [known])
     rig.slots = np.array(rig.mapping({request: (written, written + 1)}), np.int64)
     return rig.judge(rig.checked(delta, query_start=np.array([0, 1]), lengths=np.array([written + 1])))

@@ -21,8 +21,8 @@ SOAKS: dict[str, tuple[str, dict[str, Any], int]] = {
 }
 """Name -> architecture, options, steps."""
 HAPPENED = (
-    "preemptions", "evictions", "client_aborts", "twins", "long", "short", "desk", "talk", "foreign", "hit desk", "hit talk",
-    "returned after eviction", *(f"hit of {tenant}" for tenant in TENANTS),
+    "preemptions", "evictions", "client_aborts", "twins", "long", "short", "desk", "talk", "foreign",
+    "hit desk", "hit talk", "returned after eviction", *(f"hit of {tenant}" for tenant in TENANTS),
 )  # fmt: skip
 DRAFTS = ("drafts", "accepted drafts", "rejected drafts")
 
@@ -32,7 +32,7 @@ def test_served_traffic_is_clean_and_changes_no_token(name: str, tmp_path: Path)
     """Everything in HAPPENED did happen, nobody was served another tenant's pages, and nothing was flagged."""
     architecture, settings, steps = SOAKS[name]
     print(f"seed {SEED}, {steps} steps (KVGUARD_TEST_SEED)")
-    order = {
+    order: dict[str, Any] = {
         "model": str(write_checkpoint(tmp_path / "model", architecture=architecture)),
         "options": {"num_blocks": 24, "max_num_batched_tokens": 128} | settings,
         "steps": steps,
