@@ -126,7 +126,7 @@ VLLM_MUTATIONS: Final = (
     ),
     Mutation(
         name="vllm-no-floors-behind-a-prompt", path=BOOKS, tests=(f"{WRITES}::test_where_a_step_starts_is_said_once_more_behind_a_prompt",),
-        old="        self._floors_due = output.total_num_scheduled_tokens > len(names)\n",
+        old="        self._floors_due = chunks\n",
         new="",
     ),
     Mutation(

@@ -155,7 +155,8 @@ class BlockBooks:
             self._catch_up_with_step(names, counts, output.num_scheduled_tokens)
         running = list(map(requests.__getitem__, names))
         ends = list(map(_COMPUTED_TOKENS, running))
-        self._ends, self._repeats = ends, REPEATS_MAX if self._speculates else 0
+        chunks = output.total_num_scheduled_tokens > len(names)
+        self._ends, self._repeats = ends, REPEATS_MAX if self._speculates or chunks else 0
         starts = None
         # Where each request starts to write says which blocks it has filled: that changes as it gets another one, and
         # also within blocks that it got ahead: for drafts, or with the last tokens of a prompt.
@@ -170,7 +171,7 @@ class BlockBooks:
             ends = [end - len(drafts.get(name, ())) for name, end in zip(names, ends, strict=True)]
         if self._fresh:
             self._catch_up_with_waiting(requests)
-        self._floors_due = output.total_num_scheduled_tokens > len(names)
+        self._floors_due = chunks
         self._published.clear()
         self._key_in_pass.clear()
         delta = self.guard.step(names, [0] * len(names), ends, starts)
