@@ -6,11 +6,12 @@ Seeded as in `traffic.py`: the same seed gives the same requests at the same ste
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from kvguard.fault_injection.engine.scheduler import Request
 from kvguard.fault_injection.traffic import Arrival, PromptMaker, recall_prompt, secret
 
-__all__ = ["CLEAN_ANSWERS", "mixed_traffic", "returning"]
+__all__ = ["CLEAN_ANSWERS", "clean_traffic", "mixed_traffic", "returning"]
 
 TENANTS = ("northwind", "lakeside", "")
 DESKS = (
@@ -21,6 +22,7 @@ LONG, MEDIUM, SHORT = range(66, 90), range(18, 30), range(3, 9)
 """Tokens that requests ask for."""
 CLEAN_ANSWERS = (range(34, 56), range(16, 26), SHORT)
 """The same in clean runs of engines that take a step for each token."""
+RETURNS_AFTER_STEPS = 12
 TOKENS_MAX = 192
 """Of a prompt and its answer together."""
 
@@ -71,6 +73,18 @@ def mixed_traffic(
             said.append((text, tenant))
             arrive(text, tenant, rng.choices(answers, (4, 4, 2))[0])
     return arrivals
+
+
+def clean_traffic(
+    seed: int, make_prompt: PromptMaker, *, requests: int = 14, answers: tuple[range, range, range] = CLEAN_ANSWERS
+) -> list[Arrival]:
+    """For clean runs of other engines: mixed traffic with client aborts, and at its end the first prompt again.
+
+    In a tight pool nothing of that is cached by then.
+    """
+    arrivals = mixed_traffic(seed, make_prompt, client_aborts=True, requests=requests, answers=answers)
+    again = replace(arrivals[0].request, id=f"r{len(arrivals)}", max_new_tokens=answers[1].start)
+    return [*arrivals, Arrival(step=arrivals[-1].step + RETURNS_AFTER_STEPS, request=again)]
 
 
 def returning(arrivals: list[Arrival]) -> frozenset[str]:

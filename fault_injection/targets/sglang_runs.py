@@ -8,7 +8,7 @@ from typing import Any
 
 from kvguard.fault_injection.engine.scheduler import Request
 from kvguard.fault_injection.faults.pages import PageFault
-from kvguard.fault_injection.mixed_traffic import CLEAN_ANSWERS, mixed_traffic
+from kvguard.fault_injection.mixed_traffic import CLEAN_ANSWERS, clean_traffic
 from kvguard.fault_injection.plan import Cell, CleanPlan, TrialPlan
 from kvguard.fault_injection.runs import PROOFS, Run, guard_trouble
 from kvguard.fault_injection.sglang_plan import SGLANG_FAULTS, SGLANG_WRITE_FAULTS
@@ -180,7 +180,7 @@ def clean_runs(plan: CleanPlan, *, model: str) -> tuple[Run, Run]:
     prompts = prompts_of(model, options.model)
     # Answers that outgrow the pool: SGLang has to retract requests.
     answers = (range(48, 72), *CLEAN_ANSWERS[1:])
-    arrivals = mixed_traffic(plan.traffic_seed, prompts.make, client_aborts=True, requests=14, answers=answers)
+    arrivals = clean_traffic(plan.traffic_seed, prompts.make, answers=answers)
     order = _Order(arrivals=arrivals, recites=prompts.recites)
     return run_sglang(options, order), run_sglang(options, order, proofs="all")
 

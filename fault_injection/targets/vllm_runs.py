@@ -12,7 +12,7 @@ from typing import Any
 
 from kvguard.config import GuardConfig
 from kvguard.fault_injection.faults.pages import PAGE_FAULTS, PageFault
-from kvguard.fault_injection.mixed_traffic import CLEAN_ANSWERS, mixed_traffic
+from kvguard.fault_injection.mixed_traffic import clean_traffic
 from kvguard.fault_injection.plan import Cell, CleanPlan, TrialPlan
 from kvguard.fault_injection.runs import PROOFS, Run, guard_trouble
 from kvguard.fault_injection.targets.checkpoints import model_folder, prompts_of
@@ -212,8 +212,8 @@ def _traffic(options: VllmOptions, prompts: Prompts, seed: int) -> list[Arrival]
 def _clean_traffic(options: VllmOptions, prompts: Prompts, seed: int) -> list[Arrival]:
     if options.runner == "v2":
         short = (range(18, 27), range(12, 18), range(3, 9))
-        return mixed_traffic(seed, prompts.make, client_aborts=True, requests=8, answers=short)
-    return mixed_traffic(seed, prompts.make, client_aborts=True, requests=14, answers=CLEAN_ANSWERS)
+        return clean_traffic(seed, prompts.make, requests=8, answers=short)
+    return clean_traffic(seed, prompts.make)
 
 
 _golden_runs: dict[tuple[str, int, bool], Run] = {}
