@@ -28,12 +28,15 @@ class Again:
 
     ends      each row's KV length after it, in tokens
     enforce   whether its violations have consequences
-    room      tokens that every row can go on by within the pages of its ledgers; None until somebody asks
+    floors_known  whether it was said where its rows start to write
+    room      tokens that every row can go on by within the pages of its ledgers and, if that was said, within the page
+              in which it stands; None until somebody asks
     further   tokens that the last step went beyond `ends`
     """
 
     ends: tuple[int, ...]
     enforce: bool
+    floors_known: bool = False
     room: int | None = None
     further: int = 0
 

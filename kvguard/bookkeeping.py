@@ -273,6 +273,10 @@ class BookKeeping(PageHandover):
         table = books.tables[index]
         gone = set(cut)
         table.release_each([page for page, _ in cut], state.id)
+        for page, tag in cut:
+            # Where others hold it on, it must not pass for the page that the request gets for this column next.
+            if tag not in state.adopted and table.record_under(page, tag) is not None:
+                table.take_writer(page)
         if gone:
             for promise in state.promises:
                 if promise.pool == table.spec.name and (promise.page, promise.tag) in gone:

@@ -264,6 +264,11 @@ class PageTable:
         self._note(page, "revoked", record.tag, None)
         return promise
 
+    def take_writer(self, page: int) -> None:
+        """Nobody may write the page any more; its tag stays what it is."""
+        self.changes[page] = self.record(page).tag
+        self.writers.pop(page, None)
+
     @staticmethod
     def _end_publication(record: PageRecord) -> None:
         if record.publication is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import gt, lt, sub
+from operator import gt, sub
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from kvguard.packing import pack, patch_rows
 from kvguard.page_table import Promise
 from kvguard.requests import FIELDS, FLOOR, OF_REQUEST, UNBOUNDED, WRITER, RequestState
 from kvguard.violation import Kind
+from kvguard.write_floors import set_floors
 
 FEW = 8
 """So many requests are looked up one by one; more of them are found in one pass over the rows."""
@@ -32,8 +33,9 @@ def build_step(
         books.write_progress()
     batch = _batch(books, tuple(requests), list(table_rows))
     pending = PendingStep(step, batch, tuple(tokens_end), books.enforcing, books.tags.upcoming)
-    if books.checks_writes and tokens_start is not None:
-        _set_floors(books, pending, tokens_start)
+    floors_known = books.checks_writes and tokens_start is not None
+    if floors_known and tokens_start is not None:
+        set_floors(books, pending, tokens_start)
     if books.rows.touched:
         touched = list(books.rows.touched)
         books.rows.settle()
@@ -49,7 +51,7 @@ def build_step(
     batch.again = None
     delta = pack(books, pending)
     if not (pending.suspects or pending.condemned):
-        batch.again = Again(pending.base, pending.enforce)
+        batch.again = Again(pending.base, pending.enforce, floors_known)
     return delta, pending
 
 
@@ -66,6 +68,11 @@ def repeat_step(books: Books, step: int, tokens: int) -> tuple[StepDelta, Pendin
         again.room = UNBOUNDED
         if batch.capacities is not None:
             again.room = min(map(sub, batch.capacities, again.ends), default=0)
+        if again.floors_known:
+            # A row that goes on to the next page has another floor.
+            size = books.page_size_max
+            to_next = [state.floor + size - end for state, end in zip(batch.states, again.ends, strict=True)]
+            again.room = min(again.room, min(to_next, default=0))
     if further > again.room:
         return None
     for table in books.tables:
@@ -163,39 +170,6 @@ def never_ran(promise: Promise) -> tuple[Kind, str]:
     """Why a row that reads this promised page is unproven."""
     detail = f"page {promise.page} was promised by request {promise.writer.id}, whose step did not run"
     return Kind.WRITER_NEVER_RAN, detail
-
-
-def _set_floors(books: Books, pending: PendingStep, starts: Sequence[int]) -> None:
-    """Pages before a row's first token of this step are full: nothing may write there again.
-
-    The floor is brought up to date when a page is crossed, and is the start of a page: within one, drafts that were
-    rejected are written again. A row that goes further back computes again what it had written: fine, unless others
-    read it.
-    """
-    batch, size = pending.batch, books.page_size_max
-    if batch.floors is None:
-        batch.floors = [state.floor for state in batch.states]
-    if any(map(lt, starts, batch.floors)):
-        for row, (state, start, floor) in enumerate(zip(batch.states, starts, batch.floors, strict=True)):
-            if start < floor:
-                books.rows.touch(state)
-                _look_at_rewriting(books, pending, row, start, floor)
-    for state in books.rows.touched:
-        for row in batch.rows_of(state):
-            state.floor = starts[row] - starts[row] % size
-
-
-def _look_at_rewriting(books: Books, pending: PendingStep, row: int, start: int, stop: int) -> None:
-    """The row is about to write tokens [start, stop) for a second time."""
-    state = pending.states[row]
-    for table, ledger in zip(books.tables, state.ledgers, strict=True):
-        size = table.spec.page_size
-        for column in range(start // size, min(-(-stop // size), len(ledger))) if size else ():
-            record = table.record_under(*ledger.entry(column))
-            others = () if record is None else sorted(record.holders - {state.id})
-            if others:
-                detail = f"tokens {start} to {stop - 1} again, in a page that {', '.join(others)} holds, too"
-                pending.suspects.setdefault(row, (Kind.WRITE_COMPLETE, detail))
 
 
 def _check_coverage(books: Books, pending: PendingStep) -> None:

@@ -35,6 +35,7 @@ DEVICE: Final = f"{CORE}/test_device_pages.py"
 DEVICE_ODD: Final = f"{CORE}/test_device_pages_odd.py"
 SHORT: Final = f"{CORE}/test_short_ways.py"
 WRITES: Final = f"{CORE}/test_write_slots.py"
+FLOORS: Final = f"{CORE}/test_write_floors.py"
 BUFFER: Final = f"{CORE}/test_step_buffer.py"
 PLAN: Final = f"{CORE}/test_plan.py"
 FAMILIES: Final = f"{CORE}/test_plan_families.py"
@@ -82,7 +83,8 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the tag change at allocation", TAG, "tag = record.tag = changes[page] = take()", "tag = record.tag = changes[page] = record.tag or take()"),
         ("the tag change at allocation, on the device", STEPS, "tag = record.tag = changes[page] = take()", "tag = record.tag = take()"),
         ("the tag change at a revocation", RESET, "record.tag = self.changes[page] = self._tags.take()\n", "pass\n"),
-        ("the writer of a revoked page", WRITES, "        self.writers.pop(page, None)\n", ""),
+        ("the writer of a revoked page", WRITES, "        self.writers.pop(page, None)\n        self._note(", "        self._note("),
+        ("the change that takes a page from its writer", FLOORS, "        self.changes[page] = self.record(page).tag\n        self.writers", "        self.writers"),
         ("the tag change at a revocation, on the device", RESET, "record.tag = self.changes[page] = self._tags.take()\n", "record.tag = self._tags.take()\n"),
         ("the one time that a page may be given back after a reset", RESET, "if record.tag == VACANT and record.reset_free:", "if record.tag == VACANT:"),
         ("what a page was published as before", TABLE, "record.former = (record.publication, record.tag)", "pass"),
@@ -119,6 +121,8 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the shift of steps in flight behind rejected tokens", IN_FLIGHT, "rejected = max(0, state.computed - tokens)", "rejected = 0"),
         ("steps of a former life, which no rewind moves", IN_FLIGHT, "                if pending.incarnations[row] != state.incarnation:\n                    continue\n", ""),
         ("the progress that a truncation takes back", GIVEN_UP, "self._move_back(state, columns * size", "(lambda *_, **__: None)(state, columns * size"),
+        ("the word of a page that its writer gave up", FLOORS, "                table.take_writer(page)\n", "                pass\n"),
+        ("the word of a page that an adopter gave up", FLOORS, "if tag not in state.adopted and table", "if table"),
         ("promises on pages that their writer gave up", GIVEN_UP, "                if promise.pool == table.spec.name and (promise.page, promise.tag) in gone:\n", "                if False:\n"),
         ("promises on other pages than those given up", GIVEN_UP, "                if promise.pool == table.spec.name and (promise.page, promise.tag) in gone:\n", "                if True:\n"),
         ("the end of trust in pages that were given up", GIVEN_UP, "            self._stop_depending(state, table.spec.name, gone)\n", ""),

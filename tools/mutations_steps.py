@@ -13,6 +13,7 @@ PROMISES: Final = f"{CORE}/test_promises.py"
 SHORT: Final = f"{CORE}/test_short_ways.py"
 STEPS: Final = f"{CORE}/test_steps_and_messages.py"
 WRITES: Final = f"{CORE}/test_write_slots.py"
+FLOORS: Final = f"{CORE}/test_write_floors.py"
 REARMING: Final = f"{CORE}/test_rearming.py"
 AGAIN: Final = f"{CORE}/test_step_again.py"
 
@@ -27,19 +28,25 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("a look at requests that were marked", PROMISES, "        state for state in marked if state.alive and (", "        state for state in marked if False and ("),
         ("the check of reads past the ledger", TAG, "            _check_coverage(books, pending)\n", "            pass\n"),
         ("the check of promises before a step", PROMISES, "            elif state.depends and books.checks_tags:\n", "            elif False:\n"),
-        ("the floor of a row that crosses a page", WRITES, "            state.floor = starts[row] - starts[row] % size\n", "            pass\n"),
-        ("drafts that are written again", WRITES, "state.floor = starts[row] - starts[row] % size", "state.floor = starts[row]"),
-        ("rows that go back", WRITES, "    if any(map(lt, starts, batch.floors)):\n", "    if False:\n"),
-        ("others who read what is written again", WRITES, "            if others:\n", "            if False:\n"),
         ("floors that were kept though they changed", WRITES, "batch.capacities = batch.floors = batch.body = None", "batch.capacities = batch.body = None"),
         ("again: requests that are looked at", AGAIN, "or batch is None or books.marked or books.rows.touched:", "or batch is None or books.rows.touched:"),
         ("again: ledgers that changed", AGAIN, " or books.rows.touched:", ":"),
         ("again: rows without room", AGAIN, "    if further > again.room:\n        return None\n", ""),
         ("again: the narrowest row", AGAIN, "min(map(sub, batch.capacities, again.ends), default=0)", "max(map(sub, batch.capacities, again.ends), default=0)"),
+        ("again: rows that cross a page", FLOORS, "            again.room = min(again.room, min(to_next, default=0))\n", "            pass\n"),
         ("again: what is enforced", AGAIN, "if body is None or again.enforce is not enforce:", "if body is None:"),
         ("again: tags that changed", AGAIN, "    for table in books.tables:\n        if table.changes:\n            return None\n", ""),
         ("again: how far the last step went", AGAIN, "    again.further = further\n", ""),
         ("again: steps with rows that are unproven", AGAIN, "if not (pending.suspects or pending.condemned):", "if True:"),
+    ),
+    *of_file(
+        "kvguard/write_floors.py",
+        ("the floor of a row that crosses a page", WRITES, "            state.floor = starts[row] - starts[row] % size\n", "            pass\n"),
+        ("drafts that are written again", WRITES, "state.floor = starts[row] - starts[row] % size", "state.floor = starts[row]"),
+        ("rows that go back", WRITES, "    if any(map(lt, starts, batch.floors)):\n", "    if False:\n"),
+        ("others who read what is written again", WRITES, "            if others:\n", "            if False:\n"),
+        ("rows that go on to a page that they had before", FLOORS, "    if any(map(ge, map(sub, starts, batch.floors), repeat(size))):\n", "    if False:\n"),
+        ("where the next page of a row begins", FLOORS, "            if start - floor >= size:\n", "            if start - floor > 2 * size:\n"),
     ),
     *of_file(
         "kvguard/packing.py",

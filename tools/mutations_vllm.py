@@ -128,6 +128,16 @@ VLLM_MUTATIONS: Final = (
         new="[0] * len(names), ends)",
     ),
     Mutation(
+        name="vllm-no-floors-behind-a-prompt", path=BOOKS, tests=(f"{WRITES}::test_where_a_step_starts_is_said_once_more_behind_a_prompt",),
+        old="        self._floors_due = chunks\n",
+        new="",
+    ),
+    Mutation(
+        name="vllm-no-floors-where-blocks-come-ahead", path=BOOKS, tests=(f"{WRITES}::test_a_step_never_starts_later_than_the_device_may",),
+        old="if not steady or self._speculates or self._floors_due:",
+        new="if not steady or self._floors_due:",
+    ),
+    Mutation(
         name="vllm-drafts-in-flight-forgotten", path=BOOKS, tests=(f"{WRITES}::test_a_step_never_starts_later_than_the_device_may",),
         old="        if self._speculates:\n",
         new="        if False:\n",

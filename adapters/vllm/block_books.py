@@ -45,6 +45,7 @@ class BlockBooks:
         self._columns: dict[str, list[int]] = {}
         self._in_step: list[str] = []
         self._counts: list[list[int]] = []
+        self._floors_due = False
         self._group_of: dict[int, int] = {}
         self._fresh: set[int] = set()
         self._published: dict[str, list[tuple[int, int, Any, Any, bool]]] = {}
@@ -174,10 +175,12 @@ class BlockBooks:
             self._catch_up_with_step(names, counts, output.num_scheduled_tokens)
         running = list(map(requests.__getitem__, names))
         ends = list(map(_COMPUTED_TOKENS, running))
-        self._ends, self._repeats = ends, REPEATS_MAX if self._speculates else 0
+        chunks = output.total_num_scheduled_tokens > len(names)
+        self._ends, self._repeats = ends, REPEATS_MAX if self._speculates or chunks else 0
         starts = None
-        # Where each request starts to write says which blocks it has filled: that changes as it gets another one.
-        if not steady:
+        # Where each request starts to write says which blocks it has filled: that changes as it gets another one, and
+        # also within blocks that it got ahead: for drafts, or with the last tokens of a prompt.
+        if not steady or self._speculates or self._floors_due:
             starts = list(map(sub, ends, output.num_scheduled_tokens.values()))
             if self._speculates:
                 # Drafts of a step in flight may be rejected yet, and this step then starts at an earlier position, but
@@ -188,6 +191,7 @@ class BlockBooks:
             ends = [end - len(drafts.get(name, ())) for name, end in zip(names, ends, strict=True)]
         if self._fresh:
             self._catch_up_with_waiting(requests)
+        self._floors_due = chunks
         self._published.clear()
         self._key_in_pass.clear()
         self._place_in_pass.clear()

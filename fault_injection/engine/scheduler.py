@@ -100,6 +100,10 @@ class Counts:
     store_hits: int = 0
     """Pages that came back from the external store."""
     weight_updates: int = 0
+    tenant_hits: int = 0
+    """Prefix hits of requests that belong to a tenant."""
+    returns: int = 0
+    """Prompts that were served before, and of which nothing was cached any more: their pages were in other hands."""
 
 
 class Scheduler:

@@ -137,8 +137,12 @@ class _Receiver:
         return [*(local_reqs or ()), *self._receive()]
 
 
-def generate_request(name: str, prompt: tuple[int, ...], new_tokens: int, *, ignore_eos: bool = True) -> Any:
+def generate_request(
+    name: str, prompt: tuple[int, ...], new_tokens: int, *, ignore_eos: bool = True, tenant: str = ""
+) -> Any:
     """A greedy request as the tokenizer process would send it; every token is sent back as it comes.
+
+    `tenant`: its extra_key, under which alone it finds what is cached.
 
     SGLang keeps room for all tokens of a request that ignores the end of text, and never retracts for it.
     """
@@ -162,6 +166,7 @@ def generate_request(name: str, prompt: tuple[int, ...], new_tokens: int, *, ign
         top_logprobs_num=0,
         token_ids_logprob=None,
         stream=True,
+        extra_key=tenant or None,
     )
 
 

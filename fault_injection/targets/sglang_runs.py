@@ -8,6 +8,7 @@ from typing import Any
 
 from kvguard.fault_injection.engine.scheduler import Request
 from kvguard.fault_injection.faults.pages import PageFault
+from kvguard.fault_injection.mixed_traffic import CLEAN_ANSWERS, clean_traffic
 from kvguard.fault_injection.plan import Cell, CleanPlan, TrialPlan
 from kvguard.fault_injection.runs import PROOFS, Run, guard_trouble
 from kvguard.fault_injection.sglang_plan import SGLANG_FAULTS, SGLANG_WRITE_FAULTS
@@ -145,14 +146,12 @@ class SglangRuns:
         return run_sglang(self._options, order, proofs=proofs)
 
 
-def sglang_traffic(seed: int, prompts: Prompts, *, client_aborts: bool = False) -> list[Arrival]:
+def sglang_traffic(seed: int, prompts: Prompts) -> list[Arrival]:
     """The traffic of every target, and at its end two requests at once: something new, and an early prompt again.
 
     The early prompt is over by then, so that the tree alone holds its pages: A, then B beside what is left of A.
     """
-    # Clean runs have longer answers: they outgrow a tight pool, so that SGLang has to retract requests.
-    new_tokens = range(28, 56) if client_aborts else range(14, 20)
-    arrivals = trial_traffic(seed, prompts.make, client_aborts=client_aborts, new_tokens=new_tokens)
+    arrivals = trial_traffic(seed, prompts.make, new_tokens=range(14, 20))
     # Two go on until the last pair comes: an SGLang with a fault and no guard would stop itself where it is idle.
     for index in (4, 6):
         arrivals[index] = replace(arrivals[index], request=replace(arrivals[index].request, max_new_tokens=34))
@@ -176,10 +175,12 @@ def golden_run(options: SglangOptions, prompts: Prompts, seed: int) -> Run:
 
 
 def clean_runs(plan: CleanPlan, *, model: str) -> tuple[Run, Run]:
-    """Healthy traffic in a tight pool with client aborts: guard off, guard on."""
+    """Mixed traffic in a tight pool with client aborts: guard off, guard on. Nobody drafts: the guard refuses it."""
     options = sglang_options(plan, model=model, tight=True)
     prompts = prompts_of(model, options.model)
-    arrivals = sglang_traffic(plan.traffic_seed, prompts, client_aborts=True)
+    # Answers that outgrow the pool: SGLang has to retract requests.
+    answers = (range(48, 72), *CLEAN_ANSWERS[1:])
+    arrivals = clean_traffic(plan.traffic_seed, prompts.make, answers=answers)
     order = _Order(arrivals=arrivals, recites=prompts.recites)
     return run_sglang(options, order), run_sglang(options, order, proofs="all")
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from kvguard.fault_injection.faults.pages import FreedUnderUsers, Injection, PageFault, RowFault
 from kvguard.fault_injection.faults.write_fault import PATIENCE_STEPS, WriteFault
+from kvguard.fault_injection.mixed_traffic import returning
 from kvguard.fault_injection.runs import MAX_STEPS, Run, first_step
 from kvguard.fault_injection.targets.sglang import SglangTarget
 from kvguard.fault_injection.targets.sglang_engine import Done, SglangEngine, abort_request, generate_request
@@ -41,6 +42,8 @@ class WatchedRun:
         self._engine, self._scheduler, self._guard = engine, engine.scheduler, engine.guard
         self._arrivals = sorted(arrivals, key=lambda arrival: (arrival.step, arrival.request.id))
         self._fault, self._seed = fault, fault_seed
+        self._tenants = {arrival.request.id for arrival in arrivals if arrival.request.tenant}
+        self._returning = returning(arrivals)
         self._broken_by: type[PageFault] = fault or PageFault
         self._first = first_step(fault, fault_seed) if fault is not None else 0
         self._client_aborts = client_aborts or {}
@@ -192,7 +195,10 @@ class WatchedRun:
         return broken and not issubclass(self._broken_by, RowFault) and bool(scheduled & self._readers(injection))
 
     def _adopt(self, request: Any, tokens: int) -> None:
-        self.run.counts.prefix_hits += tokens > 0
+        counts = self.run.counts
+        counts.prefix_hits += tokens > 0
+        counts.tenant_hits += tokens > 0 and request.rid in self._tenants
+        counts.returns += tokens == 0 and not request.output_ids and request.rid in self._returning
         row = self._scheduler.req_to_token_pool.req_to_token[request.kv.req_pool_idx]
         for slot in row[: tokens : self._target.page_size].tolist():
             step, writer = self._writers.get(slot // self._target.page_size, (0, ""))
@@ -261,7 +267,11 @@ class WatchedRun:
         while self._position < len(self._arrivals) and self._arrivals[self._position].step <= self._step:
             request = self._arrivals[self._position].request
             ignore_eos = self._engine.options.conservativeness >= 1
-            arrived.append(generate_request(request.id, request.prompt, request.max_new_tokens, ignore_eos=ignore_eos))
+            arrived.append(
+                generate_request(
+                    request.id, request.prompt, request.max_new_tokens, ignore_eos=ignore_eos, tenant=request.tenant
+                )
+            )
             self._errors[request.id] = None
             self._position += 1
         for arrival in self._arrivals:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvguard.fault_injection.engine.scheduler import Request
 from kvguard.fault_injection.faults.pages import Injection
 from kvguard.fault_injection.targets.vllm import client_name
 from kvguard.fault_injection.targets.vllm_keys import VllmKeyFault
@@ -148,10 +147,6 @@ class KeyWatchedRun(WatchedRun):
                 self.run.affected |= {name}
                 if self.run.live_step < 0:
                     self.run.live_step = self._step
-
-    def _prompt(self, request: Request) -> dict[str, Any]:
-        prompt = super()._prompt(request)
-        return {**prompt, "cache_salt": request.tenant} if request.tenant else prompt
 
     def finish(self) -> None:
         """The run is over: what was done, if anybody was led astray by it."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvguard.config import GuardConfig
 from kvguard.fault_injection.faults.pages import PAGE_FAULTS, PageFault
+from kvguard.fault_injection.mixed_traffic import clean_traffic
 from kvguard.fault_injection.plan import LEVEL, Cell, CleanPlan, TrialPlan
 from kvguard.fault_injection.runs import PROOFS, Run, guard_trouble
 from kvguard.fault_injection.targets.checkpoints import model_folder, prompts_of
@@ -179,7 +180,7 @@ class VllmRuns:
         self._plan, self._proofs = plan, proofs
         self._options = vllm_options(plan.cell, model=model, tight=False)
         self._prompts = prompts_of(model, self._options.model)
-        self._arrivals = _traffic(self._options, self._prompts, plan.traffic_seed, client_aborts=False)
+        self._arrivals = _traffic(self._options, self._prompts, plan.traffic_seed)
         self._fault = (PAGE_FAULTS | VLLM_WRITE_FAULTS)[plan.cell.fault]
         self._padded = plan.cell.fault in VLLM_WRITE_FAULTS
         self.exact = plan.cell.kv_dtype == plan.cell.weights == "fp32"
@@ -187,8 +188,7 @@ class VllmRuns:
         self.prompts = {arrival.request.id: arrival.request.prompt for arrival in self._arrivals}
 
     def golden(self) -> Run:
-        seed = self._plan.traffic_seed
-        return golden_run(self._options, self._prompts, seed, client_aborts=False, padded=self._padded)
+        return golden_run(self._options, self._prompts, self._plan.traffic_seed, padded=self._padded)
 
     def off(self) -> Run:
         return self._run(fault=self._fault, fault_seed=self._plan.fault_seed)
@@ -204,32 +204,40 @@ class VllmRuns:
         return run_vllm(self._options, self._arrivals, recites=self._prompts.recites, padded=self._padded, **how)
 
 
-def _traffic(options: VllmOptions, prompts: Prompts, seed: int, *, client_aborts: bool) -> list[Arrival]:
+def _traffic(options: VllmOptions, prompts: Prompts, seed: int) -> list[Arrival]:
     """Shorter answers for runner V2: its interpreted steps take some thirty times as long."""
     new_tokens = range(12, 18) if options.runner == "v2" else range(18, 27)
-    return trial_traffic(seed, prompts.make, client_aborts=client_aborts, new_tokens=new_tokens)
+    return trial_traffic(seed, prompts.make, new_tokens=new_tokens)
 
 
-_golden_runs: dict[tuple[str, int, bool, bool], Run] = {}
+def _clean_traffic(options: VllmOptions, prompts: Prompts, seed: int) -> list[Arrival]:
+    if options.runner == "v2":
+        short = (range(18, 27), range(12, 18), range(3, 9))
+        return clean_traffic(seed, prompts.make, requests=8, answers=short)
+    return clean_traffic(seed, prompts.make)
 
 
-def golden_run(
-    options: VllmOptions, prompts: Prompts, traffic_seed: int, *, client_aborts: bool, padded: bool = False
-) -> Run:
+_golden_runs: dict[tuple[str, int, bool], Run] = {}
+
+
+def golden_run(options: VllmOptions, prompts: Prompts, traffic_seed: int, *, padded: bool = False) -> Run:
     """The traffic without fault and guard; shared by all trials of this process that need it."""
-    key = (repr(options), traffic_seed, client_aborts, padded)
+    key = (repr(options), traffic_seed, padded)
     if key not in _golden_runs:
-        arrivals = _traffic(options, prompts, traffic_seed, client_aborts=client_aborts)
+        arrivals = _traffic(options, prompts, traffic_seed)
         _golden_runs[key] = run_vllm(options, arrivals, padded=padded)
     return _golden_runs[key]
 
 
 def clean_runs(plan: CleanPlan, *, model: str) -> tuple[Run, Run]:
-    """Healthy traffic in a tight pool with client aborts: guard off, guard on. Every other one has padded batches."""
+    """Mixed traffic in a tight pool with client aborts: guard off, guard on. Every other one has padded batches.
+
+    Nobody drafts: once Numba is imported, which ngram drafts need, vLLM 0.32 starts no other engine in the process.
+    """
     prepare(plan)
     options = vllm_options(plan, model=model, tight=True)
     prompts = prompts_of(model, options.model)
     padded = plan.traffic_seed % 2 == 1
-    arrivals = _traffic(options, prompts, plan.traffic_seed, client_aborts=True)
-    golden = golden_run(options, prompts, plan.traffic_seed, client_aborts=True, padded=padded)
+    arrivals = _clean_traffic(options, prompts, plan.traffic_seed)
+    golden = run_vllm(options, arrivals, padded=padded)
     return golden, run_vllm(options, arrivals, proofs="all", guard_seed=plan.traffic_seed, padded=padded)

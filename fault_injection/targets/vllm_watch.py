@@ -12,6 +12,7 @@ from typing import Any
 
 from kvguard.fault_injection.engine.scheduler import Request
 from kvguard.fault_injection.faults.pages import PageFault
+from kvguard.fault_injection.mixed_traffic import returning
 from kvguard.fault_injection.runs import MAX_STEPS, Run, first_step
 from kvguard.fault_injection.targets.vllm import VllmTarget, client_name
 from kvguard.fault_injection.targets.vllm_step import PreparedStep, StepHook
@@ -43,6 +44,8 @@ class WatchedRun:
         self._engine, self._scheduler = engine, engine.scheduler
         self._manager = self._scheduler.kv_cache_manager.coordinator.single_type_managers[0]
         self._arrivals = sorted(arrivals, key=lambda arrival: (arrival.step, arrival.request.id))
+        self._tenants = {arrival.request.id for arrival in arrivals if arrival.request.tenant}
+        self._returning = returning(arrivals)
         self._fault, self._seed, self._guard = fault, fault_seed, guard
         self._first = first_step(fault, fault_seed) if fault is not None else 0
         self._client_aborts = client_aborts or {}
@@ -154,9 +157,12 @@ class WatchedRun:
 
     def _launch(self, output: Any) -> None:
         """The step's forward comes next: note whether the fault is live for it, and who took promised pages."""
-        run = self.run
+        run, cached = self.run, output.scheduled_cached_reqs
         for request_id, tokens in self._admitted(output).items():
             run.counts.prefix_hits += tokens > 0
+            run.counts.tenant_hits += tokens > 0 and client_name(request_id) in self._tenants
+            resumes = request_id in cached.resumed_req_ids
+            run.counts.returns += tokens == 0 and not resumes and client_name(request_id) in self._returning
             for block in self._manager.req_to_blocks[request_id][: tokens // self._target.page_size]:
                 step, writer = self._publications.get(block.block_id, (0, ""))
                 if step > self._judged and writer != client_name(request_id):
@@ -183,7 +189,8 @@ class WatchedRun:
 
     def _prompt(self, request: Request) -> dict[str, Any]:
         """What the client sends."""
-        return {"prompt_token_ids": list(request.prompt)}
+        prompt: dict[str, Any] = {"prompt_token_ids": list(request.prompt)}
+        return prompt | {"cache_salt": request.tenant} if request.tenant else prompt
 
     def _note_detection(self, step: int) -> None:
         if self._guard is not None and self.run.detected_step < 0 and self._guard.violations:

@@ -133,10 +133,12 @@ class Engine:
         tokens: int = 16,
         priority: int | None = None,
         exact: bool = True,
+        tenant: str = "",
     ) -> None:
         """A request, greedy; SGLang gets it in the next turn.
 
-        `exact`: so many tokens. Otherwise it may end sooner, and SGLang takes in more requests than may fit.
+        `exact`: so many tokens. Otherwise it may end sooner, and SGLang takes in more requests than may fit. `tenant`:
+        its extra_key, under which alone it finds what is cached.
         """
         from sglang.srt.managers.io_struct import TokenizedGenerateReqInput
         from sglang.srt.sampling.sampling_params import SamplingParams
@@ -158,6 +160,7 @@ class Engine:
                 token_ids_logprob=None,
                 stream=True,
                 priority=priority,
+                extra_key=tenant or None,
             )
         )
 

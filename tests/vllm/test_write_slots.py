@@ -29,6 +29,7 @@ from kvguard.kernels.verify_slots.layout import FLAGS
 from kvguard.messages import Verdicts
 from kvguard.pools import PoolSpec
 from kvguard.verifier import PendingVerdicts
+from kvguard.violation import Kind, Proof
 from tests.vllm.tiny import traffic, unguarded, write_checkpoint
 
 STEP, VICTIM, BLOCK = 25, 2, 32
@@ -189,7 +190,10 @@ def test_a_step_never_starts_later_than_the_device_may() -> None:
             page = len(request.blocks) + 1
             request.blocks.append(SimpleNamespace(block_id=page, is_null=False, block_hash=None))
         drafted = {"r": [0] * drafts} if drafts else {}
-        found._payload(SimpleNamespace(num_scheduled_tokens={"r": tokens}, scheduled_spec_decode_tokens=drafted))
+        output = SimpleNamespace(
+            num_scheduled_tokens={"r": tokens}, scheduled_spec_decode_tokens=drafted, total_num_scheduled_tokens=tokens
+        )
+        found._payload(output)
 
     for speculation, in_flight in ((None, 70), (object(), 69)):
         found, request, starts = books(speculation)
@@ -202,10 +206,53 @@ def test_a_step_never_starts_later_than_the_device_may() -> None:
     step(75, 1)
     request.num_tokens = 72
     step(73, 1)
-    # Nothing is said while nobody gets a block.
+    # Blocks come ahead for drafts: it is said in each step.
     step(74, 1, another_block=False)
-    assert starts[3:] == [[69], [71], None]
+    assert starts[3:] == [[69], [71], [71]]
     assert found.guard.health().counters["adapter_errors"] == 0 and found.guard.violations == ()
+
+
+def test_where_a_step_starts_is_said_once_more_behind_a_prompt() -> None:
+    """The last chunk came with its block, so that the next token takes none; what is before it is complete by then."""
+    found, request, starts = books(None)
+    for computed, tokens in ((48, 48), (70, 22), (71, 1), (72, 1), (73, 1)):
+        request.num_computed_tokens = computed
+        scheduled = {"r": tokens}
+        found._payload(
+            SimpleNamespace(
+                num_scheduled_tokens=scheduled, scheduled_spec_decode_tokens={}, total_num_scheduled_tokens=tokens
+            )
+        )
+    assert starts == [[0], [48], [70], None, None]
+
+
+@pytest.mark.parametrize("late_by", [33, 64])
+def test_a_stale_length_does_not_write_into_what_others_read(late_by: int, start: Callable[..., VllmEngine]) -> None:
+    """The worker falls behind by so many tokens in a decode step: slots and lengths agree, and are the request's own.
+
+    What it would overwrite is a complete block, that others have taken as a prefix.
+    """
+    prompts = [[(7 * token) % 250 for token in range(70)] + [250 + place] for place in range(3)]
+    with unguarded():
+        golden = start("llama").generate(prompts, [30] * 3)
+    engine = start("llama")
+    runner, update, counts = engine.runner, engine.runner._update_states, [0]
+
+    def falling_behind(output: Any, *args: Any, **kwargs: Any) -> Any:
+        result = update(output, *args, **kwargs)
+        counts[0] += bool(output.num_scheduled_tokens)
+        if counts[0] == 10:
+            counts[0] += 1
+            batch = runner.input_batch
+            batch.num_computed_tokens_cpu[batch.req_id_to_index[engine.scheduler.running[0].request_id]] -= late_by
+        return result
+
+    runner._update_states = falling_behind
+    answers = engine.generate(prompts, [30] * 3)
+    assert counts[0] > 11 and [answer.finish_reason for answer in answers] == ["error", "length", "length"]
+    assert answers[1:] == golden[1:] and answers[0].token_ids == golden[0].token_ids[: len(answers[0].token_ids)]
+    (found,) = engine.guard_side.guard.violations
+    assert (found.kind, found.proof) == (Kind.WRITE_COMPLETE, Proof.WRITE_SLOT)
 
 
 # -- the verdicts' way -----------------------------------------------------------------------------------------------
