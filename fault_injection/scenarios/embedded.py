@@ -113,6 +113,7 @@ class EmbeddedReplay:
             run.outputs[name] = (output.token_ids, output.error)
             run.emitted[name] = tuple(emitted.step for emitted in output.tokens)
             run.ended_step[name] = output.ended_step
+            run.prompts[name] = output.request.prompt
         run.counts, run.misread = engine.scheduler.counts, provenance.misread
         if guard is not None:
             run.violations, run.guard_trouble = guard.violations, guard_trouble(guard.health())

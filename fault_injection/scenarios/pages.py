@@ -339,7 +339,7 @@ PAGE_SCENARIOS = (
         family="pages",
         proof=Proof.CONTROL_PLANE,
         alone=(Proof.TAG,),
-        ended={"tag": ("b",)},
+        ended={"tag": ("c",)},
         story="The last slot of a request is released by the overlap path, and once more where the request ends; pages of one "
         "token, no prefix cache.",
         replay=EmbeddedReplay(

@@ -24,9 +24,11 @@ class ReplayRun(Run):
 
     misread  request -> steps in which it read KV that is not of its own tokens, in its own domain; with a guard that
              withholds their tokens too
+    prompts  request -> its prompt
     """
 
     misread: dict[str, list[int]] = field(default_factory=dict)
+    prompts: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def harm(self) -> dict[str, int]:
