@@ -22,7 +22,7 @@ from kvguard.fault_injection.targets.embedded_runs import RECALL_FOLDER
 from kvguard.fault_injection.traffic import Arrival, drive, recall_prompt, secret
 from kvguard.pools import PoolSpec
 
-__all__ = ["PLAIN", "EmbeddedReplay", "Input", "ask", "patch", "text", "when"]
+__all__ = ["PLAIN", "EmbeddedReplay", "Input", "Method", "ask", "patch", "text", "when"]
 
 PLAIN = EngineConfig(num_pages=64, page_size=8, max_rows=4, token_budget=96, max_tokens=160)
 """Room for everything, unless the scenario says otherwise."""
@@ -30,6 +30,7 @@ STEPS_MAX = 120
 
 Change = Callable[[Engine], None]
 Input = Callable[[random.Random], list[Arrival]]
+Method = Callable[..., Any]
 
 
 def text(rng: random.Random, characters: int) -> str:
@@ -47,16 +48,20 @@ def ask(name: str, prompt: str | Sequence[int], *, at: int = 0, new: int = 12, *
     return Arrival(step=at, request=Request(id=name, prompt=ids, max_new_tokens=new, **fields), abort_step=leaves)
 
 
-def patch(owner: object, name: str, make: Callable[[Any], Any]) -> None:
+def patch(owner: object, name: str, make: Callable[[Method], Method]) -> None:
     """Replace a method of one object by what `make` makes of it."""
     setattr(owner, name, make(getattr(owner, name)))
 
 
-def when(step: int, act: Change) -> Change:
+def when(step: int, act: Callable[[Engine], object]) -> Change:
     """What happens right before that step is scheduled."""
 
     def install(engine: Engine) -> None:
-        engine.at_schedule.append(lambda running: act(running) if running.step_index == step else None)
+        def act_in_time(running: Engine) -> None:
+            if running.step_index == step:
+                act(running)
+
+        engine.at_schedule.append(act_in_time)
 
     return install
 

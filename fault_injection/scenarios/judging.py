@@ -37,7 +37,9 @@ def run_control(plan: CleanPlan, *, backend: str) -> CleanResult:
     return judge_clean(plan, _unguarded(scenario.name, False, seed), run)
 
 
-def judge_replay(plan: TrialPlan, scenario: Scenario, *, golden: ReplayRun, off: ReplayRun, on: ReplayRun) -> TrialResult:
+def judge_replay(
+    plan: TrialPlan, scenario: Scenario, *, golden: ReplayRun, off: ReplayRun, on: ReplayRun
+) -> TrialResult:
     """What these runs show. `on` is with the proofs of the plan's cell."""
     expected = scenario.expected(plan.cell.proofs)
     wanted = set(scenario.ended.get(plan.cell.proofs, ()))
@@ -55,7 +57,7 @@ def judge_replay(plan: TrialPlan, scenario: Scenario, *, golden: ReplayRun, off:
     elif on.guard_trouble or on.crash:
         outcome, reason = MISSED, on.guard_trouble or on.crash
     elif expected not in found:
-        outcome, reason = MISSED, f"not found by {expected}: {', '.join(sorted(map(str, found))) or 'nothing was found'}"
+        outcome, reason = MISSED, f"not found by {expected}, but by {', '.join(sorted(map(str, found))) or 'nothing'}"
     elif wanted - set(aborted):
         outcome, reason = MISSED, f"not aborted: {', '.join(sorted(wanted - set(aborted)))}"
     live = min((min(steps) for steps in off.misread.values()), default=-1)

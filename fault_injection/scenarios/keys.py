@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 import zlib
-from collections.abc import Callable, Sequence as Listed
+from collections.abc import Callable
+from collections.abc import Sequence as Listed
 
 from kvguard.fault_injection.engine.engine import Engine
 from kvguard.fault_injection.engine.pool import chain_keys
@@ -187,7 +188,7 @@ def _sleep_and_wake(engine: Engine) -> None:
         running.weights_epoch += 1
         running.scheduler.counts.weight_updates += 1
 
-    when(6, lambda running: running.pool.reset_cache())(engine)  # type: ignore[arg-type,return-value]
+    when(6, lambda running: running.pool.reset_cache())(engine)
     when(8, wake)(engine)
 
 

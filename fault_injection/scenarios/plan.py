@@ -36,7 +36,8 @@ def scenario_plan(options: Options, names: Sequence[str]) -> CampaignPlan:
     GuardConfig.load()
     for name, untouched in UNUSED.items():
         if getattr(options, name) != untouched:
-            raise UsageError(f"--{name.replace('_', '-')} does not go with --scenarios: each has its own smallest input")
+            option = name.replace("_", "-")
+            raise UsageError(f"--{option} does not go with --scenarios: each has its own smallest input")
     if options.engine not in ("embedded", "vllm", "sglang"):
         raise UsageError(f"unknown engine {options.engine!r}: scenarios are of embedded, vllm and sglang")
     if options.backend not in BACKENDS:

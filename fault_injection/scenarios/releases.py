@@ -59,7 +59,7 @@ class InstalledRelease:
     def __call__(self, *, bug: bool, proofs: str | None, backend: str, seed: int) -> ReplayRun:
         here = installed(self.engine)
         if here != self.release:
-            raise WrongReleaseError(f"scenario {self.name} is of {self.engine} {self.release}, here is {here or 'none'}")
+            raise WrongReleaseError(f"{self.name} is of {self.engine} {self.release}, here is {here or 'none'}")
         return local_replay(self.engine, self.name)(bug=bug, proofs=proofs, backend=backend, seed=seed)
 
 
@@ -138,8 +138,8 @@ RELEASE_SCENARIOS = (
         "vllm-salt-equal-to-adapter",
         "https://github.com/vllm-project/vllm/issues/44701",
         Proof.CONTENT_KEY,
-        "vLLM's own block hashes: a tenant's salt that reads like an adapter's name gives its first block the adapter's "
-        "key.",
+        "vLLM's own block hashes: a tenant's salt that reads like an adapter's name gives its first block the "
+        "adapter's key.",
     ),
     _old_vllm(
         "vllm-adapters-of-one-name",

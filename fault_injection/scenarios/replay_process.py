@@ -1,7 +1,7 @@
 """A process that imports one release of vLLM and runs replays in it: a line of JSON in, a pickled run in base64 out.
 
-`python -m kvguard.fault_injection.scenarios.replay_process RELEASE`, with that release first on PYTHONPATH. It ends when
-its standard input does.
+`python -m kvguard.fault_injection.scenarios.replay_process RELEASE`, with that release first on PYTHONPATH. It ends
+when its standard input does.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from dataclasses import replace
 from kvguard.fault_injection.engine.engine import Engine
 from kvguard.fault_injection.engine.pool import NULL_PAGE
 from kvguard.fault_injection.engine.scheduler import Sequence
-from kvguard.fault_injection.scenarios.embedded import PLAIN, EmbeddedReplay, ask, patch, text, when
+from kvguard.fault_injection.scenarios.embedded import PLAIN, EmbeddedReplay, Method, ask, patch, text, when
 from kvguard.fault_injection.scenarios.scenario import Scenario
 from kvguard.fault_injection.traffic import Arrival
 from kvguard.violation import Proof
@@ -22,9 +22,9 @@ def _named(engine: Engine, name: str) -> Sequence | None:
 
 def _transfers_hold(engine: Engine) -> None:
     """A transfer holds the pages of requests that have ended, until step 14."""
-    pool, held = engine.pool, []  # type: ignore[var-annotated]
+    pool, held = engine.pool, list[list[int]]()
 
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def end(sequence: Sequence, foreign_pages: tuple[int, ...] = ()) -> None:
             if sequence.id.startswith("sent"):
                 for page in sequence.pages:
@@ -102,7 +102,7 @@ def _compare_with_itself(engine: Engine) -> None:
     """Rows are sent where the list of pages is another than last time; what is kept of last time is the list itself."""
     last: dict[int, list[int]] = {}
 
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def update(batch: list[Sequence]) -> None:
             for sequence in batch:
                 if last.get(sequence.row) is sequence.pages:
@@ -180,7 +180,7 @@ def _ring_is_kept(engine: Engine) -> None:
     window = engine.window
     assert window is not None
 
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def update(sequence: Sequence) -> None:
             if not sequence.window_written:
                 sequence.window_written = sequence.computed // engine.config.page_size
@@ -201,7 +201,7 @@ def _prefix_again_in_a_used_row(rng: random.Random) -> list[Arrival]:
 
 
 def _one_context_for_beams(engine: Engine) -> None:
-    def make(plain):  # type: ignore[no-untyped-def]
+    def make(plain: Method) -> Method:
         def update(batch: list[Sequence]) -> None:
             plain(batch)
             one, two = _named(engine, "beam1"), _named(engine, "beam2")

@@ -1,4 +1,4 @@
-"""The block manager of an unmodified vLLM release: real hashing, block pool and prefix cache, beside a stand-in model."""
+"""The block manager of an unmodified vLLM release: real hashing, pool and prefix cache, beside a stand-in model."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from kvguard.fault_injection.engine.engine import Engine
 from kvguard.fault_injection.engine.scheduler import Sequence
 from kvguard.fault_injection.engine.step import MAIN_POOL, SKIP_SLOT
 from kvguard.fault_injection.engine.window import WINDOW_POOL
-from kvguard.fault_injection.scenarios.embedded import PLAIN, EmbeddedReplay, ask, patch, text, when
+from kvguard.fault_injection.scenarios.embedded import PLAIN, EmbeddedReplay, Method, ask, patch, text, when
 from kvguard.fault_injection.scenarios.scenario import Scenario
 from kvguard.fault_injection.traffic import Arrival
 from kvguard.violation import Proof
@@ -129,7 +129,7 @@ def _flush_through_old_row(engine: Engine) -> None:
     """What is written for a retracted request when it is back goes through the row that it had before."""
     old: dict[str, int] = {}
 
-    def preempt(plain):  # type: ignore[no-untyped-def]
+    def preempt(plain: Method) -> Method:
         def preempted(sequence: Sequence) -> None:
             old[sequence.id] = sequence.row
             plain(sequence)
@@ -229,7 +229,9 @@ WRITE_SCENARIOS = (
         "lmdeploy",
         (),
         "A batch that is smaller than the one before leaves that one's offsets in its padded lanes.",
-        EmbeddedReplay(arrivals=_three_then_two, bug=_offsets_of_the_last_step, config=replace(PLAIN, padded_batches=(3,))),
+        EmbeddedReplay(
+            arrivals=_three_then_two, bug=_offsets_of_the_last_step, config=replace(PLAIN, padded_batches=(3,))
+        ),
     ),
     _write_scenario(
         "dummy-run-through-rows",
