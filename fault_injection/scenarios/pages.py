@@ -46,7 +46,7 @@ def _evict_in_use(engine: Engine) -> None:
                 oldest = next(iter(pool.cached.values()))
                 pool.references[oldest] = 0
                 pool.evict(oldest)
-                page: int | None = plain(request)
+                page = plain(request)
             return page
 
         return take
@@ -340,8 +340,8 @@ PAGE_SCENARIOS = (
         proof=Proof.CONTROL_PLANE,
         alone=(Proof.TAG,),
         ended={"tag": ("c",)},
-        story="The last slot of a request is released by the overlap path, and once more where the request ends; pages of one "
-        "token, no prefix cache.",
+        story="The last slot of a request is released by the overlap path, and once more where the request ends; pages "
+        "of one token, no prefix cache.",
         replay=EmbeddedReplay(
             arrivals=_one_then_two,
             bug=_last_slot_again,
