@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvguard.fault_injection.scenarios.keys import KEY_SCENARIOS
 from kvguard.fault_injection.scenarios.pages import PAGE_SCENARIOS
+from kvguard.fault_injection.scenarios.phantoms import PHANTOM_SCENARIOS
 from kvguard.fault_injection.scenarios.releases import RELEASE_SCENARIOS
 from kvguard.fault_injection.scenarios.rows import ROW_SCENARIOS
 from kvguard.fault_injection.scenarios.scenario import Scenario
@@ -17,6 +18,7 @@ SCENARIOS: dict[str, Scenario] = {
     for scenario in (
         *RELEASE_SCENARIOS,
         *PAGE_SCENARIOS,
+        *PHANTOM_SCENARIOS,
         *ROW_SCENARIOS,
         *WRITE_SCENARIOS,
         *KEY_SCENARIOS,

@@ -104,7 +104,7 @@ def test_a_bug_of_each_kind_is_found(name: str) -> None:
 
 
 def test_a_bug_that_does_no_harm_proves_nothing() -> None:
-    """Without tokens from foreign KV there is nothing to find, and an input that misreads without the bug is no good."""
+    """Without tokens from foreign KV there is nothing to find; an input that misreads without the bug is no good."""
     name = "rolling-hash-collides"
     replay = SCENARIOS[name].replay
     golden = replay(bug=False, proofs=None, backend="torch", seed=3)
@@ -128,7 +128,8 @@ def test_the_judgement_counts_who_pays() -> None:
     scenario = replace(SCENARIOS[name], ended={})
     needless = judge_replay(planned(name), scenario, golden=golden, off=off, on=on)
     assert needless.false_positives == ("joins",) and not needless.proven
-    kept = judge_replay(planned(name), replace(scenario, ended={ALL: ("joins", "first")}), golden=golden, off=off, on=on)
+    both = replace(scenario, ended={ALL: ("joins", "first")})
+    kept = judge_replay(planned(name), both, golden=golden, off=off, on=on)
     assert kept.outcome == MISSED and kept.reason == "not aborted: first"
     changed = replace(on, outputs={**on.outputs, "first": ((1, 2), None)})
     assert judged(name, golden=golden, off=off, on=changed).bystanders_changed == ("first",)

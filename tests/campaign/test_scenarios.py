@@ -24,7 +24,7 @@ def one_thread() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_scenario_is_found_by_its_proofs(name: str) -> None:
-    """With all proofs and by each that is named alone; nothing slips out, and nobody but the named requests is ended."""
+    """With all proofs and by each that is named alone; nothing slips out, and only the named requests are ended."""
     scenario = SCENARIOS[name]
     for proofs in scenario.proof_sets:
         result = trial(name, proofs)
