@@ -162,7 +162,7 @@ RELEASE_SCENARIOS = (
         "https://github.com/vllm-project/vllm/issues/42125",
         "keys",
         "vLLM's own block hashes: an adapter that is loaded in place from the same path keeps the blocks of its former "
-        "weights.",
+        "weights (the release says so itself, in a warning).",
     ),
     _installed(
         "vllm",
