@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -59,3 +61,10 @@ def test_the_same_input_without_the_bug_is_clean(name: str) -> None:
 def test_most_of_them_change_what_clients_see() -> None:
     """Harm is measured by whose KV was read; for most bugs the output tells, too."""
     assert sum(trial(name).potent for name in NAMES) >= 0.75 * len(NAMES)
+
+
+def test_the_readme_counts_them() -> None:
+    """As many replays, and as many reports, as there are."""
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    reports = {scenario.link for scenario in SCENARIOS.values()}
+    assert f"{len(SCENARIOS)} replays of {len(reports)} reports" in readme
