@@ -18,6 +18,12 @@ DEFAULT_SEED = 1
 
 
 def campaign(
+    names: Annotated[
+        list[str] | None, typer.Argument(help="With --scenarios: which; all of the engine without a name.")
+    ] = None,
+    scenarios: Annotated[
+        bool, typer.Option("--scenarios", help="Replay public bugs instead: see docs/scenarios.md.")
+    ] = False,
     seed: Annotated[
         int, typer.Option(help="Seed of traffic, faults and tags; the same seed gives the same trials.")
     ] = (DEFAULT_SEED),
@@ -102,7 +108,15 @@ def campaign(
             scheduling=scheduling,
             phases=phases,
         )
-        raise typer.Exit(_campaign(make_plan(options), runs_dir, workers, as_json))
+        if names and not scenarios:
+            raise UsageError(f"what is {names[0]!r}? names are those of scenarios: they go with --scenarios")
+        if scenarios:
+            from kvguard.fault_injection.scenarios.plan import scenario_plan
+
+            plan = scenario_plan(options, names or ())
+        else:
+            plan = make_plan(options)
+        raise typer.Exit(_campaign(plan, runs_dir, workers, as_json))
     except (RunFolderError, UsageError) as error:
         _refuse(str(error))
 
@@ -124,6 +138,7 @@ def _campaign(plan: CampaignPlan, runs_dir: Path, workers: int, as_json: bool) -
     from kvguard.fault_injection.campaign import Result, default_workers, prepare_backend, run_campaign
     from kvguard.fault_injection.html_report import report_html
     from kvguard.fault_injection.junit import junit_xml
+    from kvguard.fault_injection.plan import SCENARIO_LEVEL
     from kvguard.fault_injection.results import results_json
     from kvguard.fault_injection.run_folder import (
         ENGINE_LOG,
@@ -162,6 +177,10 @@ def _campaign(plan: CampaignPlan, runs_dir: Path, workers: int, as_json: bool) -
             )
         meta = {**_meta(plan, time.monotonic() - started), "run": folder.name}
         data = results_json(results, meta)
+        if plan.trials and plan.trials[0].cell.level == SCENARIO_LEVEL:
+            from kvguard.fault_injection.scenarios.plan import scenario_records
+
+            data["scenarios"] = scenario_records(results)
         folder.write(RESULTS, json.dumps(data, indent=2) + "\n")
         folder.write(JUNIT, junit_xml(results))
         folder.write(REPORT, report_html(results, data))
@@ -234,6 +253,7 @@ def _replay(index: int, folder: Path, as_json: bool) -> int:
     from kvguard.config import GuardConfig
     from kvguard.fault_injection.campaign import run_campaign
     from kvguard.fault_injection.options import check_backend_runs, check_embedded_model, check_vllm
+    from kvguard.fault_injection.plan import SCENARIO_LEVEL
     from kvguard.fault_injection.run_folder import read_plan
     from kvguard.fault_injection.sglang_options import check_sglang
     from kvguard.fault_injection.terminal import trial_line
@@ -244,7 +264,12 @@ def _replay(index: int, folder: Path, as_json: bool) -> int:
     if trial is None:
         _refuse(f"run {folder} has no trial {index}: it has 0 to {len(plan.trials) - 1}")
     alone = replace(plan, trials=(trial,), clean_runs=())
-    if plan.engine == "vllm":
+    if trial.cell.level == SCENARIO_LEVEL:
+        from kvguard.fault_injection.scenarios.plan import check_releases
+        from kvguard.fault_injection.scenarios.registry import SCENARIOS
+
+        check_releases(plan.engine, [SCENARIOS[trial.cell.fault]])
+    elif plan.engine == "vllm":
         check_vllm(alone)
     elif plan.engine == "sglang":
         check_sglang(alone)

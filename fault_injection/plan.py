@@ -22,6 +22,8 @@ PROOF_SETS = ("all", "tag", "control_plane")
 PHASES = ("single", "pd")
 """One engine for prompts and tokens, or a prefill and a decode worker; see `phases_plan.py` for the latter."""
 LEVEL = "tags"
+SCENARIO_LEVEL = "scenarios"
+"""Level of the cells whose `fault` is the name of a replayed public bug: see `scenarios/`. The guard's is `keys`."""
 ENGINES = ("embedded", "vllm", "sglang")
 SMOLLM2_KV_DTYPES = ("fp32", "bf16", "fp8_e4m3")
 SMOLLM2_WEIGHTS = ("bf16", "int4")
@@ -84,6 +86,7 @@ class CleanPlan:
     """One clean run: no fault, guard on, against the same traffic with the guard off.
 
     traffic  "": that of trials of page faults; `writes`: that of misled writes, in their engine
+    scenario  "": none; else a replayed public bug, whose input it is, without the bug
     """
 
     index: int
@@ -96,6 +99,7 @@ class CleanPlan:
     scheduling: str = ""
     phases: str = "single"
     traffic: str = ""
+    scenario: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

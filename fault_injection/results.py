@@ -242,7 +242,7 @@ def cell_order(cell: Cell) -> tuple[Any, ...]:
     from kvguard.fault_injection.faults.trees import TREE_FAULTS
     from kvguard.fault_injection.faults.writes import WRITE_FAULTS
     from kvguard.fault_injection.phases_plan import PHASE_PROOF_SETS
-    from kvguard.fault_injection.plan import KV_DTYPES, PHASES, SCHEDULINGS, WEIGHTS
+    from kvguard.fault_injection.plan import KV_DTYPES, PHASES, SCENARIO_LEVEL, SCHEDULINGS, WEIGHTS
     from kvguard.fault_injection.targets.vllm_writes import VLLM_WRITE_FAULTS
 
     def place(names: Iterable[str], name: str) -> int:
@@ -255,6 +255,8 @@ def cell_order(cell: Cell) -> tuple[Any, ...]:
         place(
             (*PAGE_FAULTS, *TREE_FAULTS, *WRITE_FAULTS, *VLLM_WRITE_FAULTS, *KEY_FAULTS, *TRANSFER_FAULTS), cell.fault
         ),
+        # Scenarios by name: they are in no list that could be had without their engine.
+        cell.fault if cell.level == SCENARIO_LEVEL else "",
         place((*PHASE_PROOF_SETS, "write_slot", "content_key"), cell.proofs),
         place(KV_DTYPES, cell.kv_dtype),
         place(WEIGHTS, cell.weights),

@@ -31,6 +31,7 @@ from kvguard.fault_injection.plan import (
     PHASES,
     PROOF_SETS,
     RUNNERS,
+    SCENARIO_LEVEL,
     SCHEDULINGS,
     WEIGHTS,
     CampaignPlan,
@@ -188,6 +189,7 @@ def plan_toml(plan: CampaignPlan) -> str:
             *([f"engine = {json.dumps(run.engine)}"] if run.engine != "embedded" else []),
             *([f"phases = {json.dumps(run.phases)}"] if run.phases != "single" else []),
             *([f"traffic = {json.dumps(run.traffic)}"] if run.traffic else []),
+            *([f"scenario = {json.dumps(run.scenario)}"] if run.scenario else []),
             *_setup_lines(run),
         ]
     return "\n".join(lines) + "\n"
@@ -248,6 +250,9 @@ def _check_plan(plan: CampaignPlan) -> None:
         raise ValueError(f"model {plan.model!r} is no name")
     for trial in plan.trials:
         cell = trial.cell
+        if cell.level == SCENARIO_LEVEL:
+            _check_scenario(trial)
+            continue
         on_vllm, is_pd = cell.engine == "vllm", cell.phases == "pd"
         in_sglang = cell.engine == "sglang"
         misled: dict[str, Container[str]] = {
@@ -277,3 +282,15 @@ def _check_plan(plan: CampaignPlan) -> None:
         ):
             if value not in valid:
                 raise ValueError(f"trial {trial.index} has {what} {value!r}")
+
+
+def _check_scenario(trial: TrialPlan) -> None:
+    """ValueError for a scenario, or a set of proofs of it, that this release does not have."""
+    from kvguard.fault_injection.scenarios.registry import SCENARIOS
+
+    cell = trial.cell
+    scenario = SCENARIOS.get(cell.fault)
+    if scenario is None or scenario.engine != cell.engine:
+        raise ValueError(f"trial {trial.index} has scenario {cell.fault!r} in {cell.engine!r}")
+    if cell.proofs not in scenario.proof_sets:
+        raise ValueError(f"trial {trial.index} has proofs {cell.proofs!r}")

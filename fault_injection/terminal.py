@@ -68,7 +68,13 @@ def show_results(results: CampaignResults, data: dict[str, Any], folder: Path) -
         console = ResultConsole(width=TABLE_COLUMNS)
     wide = console.width >= TABLE_COLUMNS
     # No figure may be cut away: a narrow terminal gets fewer columns, a very narrow one wraps.
-    ResultConsole(width=max(console.width, COMPACT_COLUMNS)).print(_table(results, wide=wide))
+    if data.get("scenarios"):
+        from kvguard.fault_injection.scenarios.table import results_table
+
+        table = results_table(results)
+    else:
+        table = _table(results, wide=wide)
+    ResultConsole(width=max(console.width, COMPACT_COLUMNS)).print(table)
     contained = ", ".join(f"{count} {name.replace('_', ' ')}" for name, count in data["clean_runs_contained"].items())
     console.print(f"{data['clean_runs']} clean runs ({contained}): {data['false_positives']} false positives.")
     for name in results.empty_clean_counts():

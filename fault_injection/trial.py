@@ -10,7 +10,7 @@ from kvguard.fault_injection.faults.writes import WRITE_FAULTS
 from kvguard.fault_injection.judging import judge_clean, judge_trial, unsupported
 from kvguard.fault_injection.key_plan import KEYS
 from kvguard.fault_injection.phases_plan import TRANSFER_UNSUPPORTED
-from kvguard.fault_injection.plan import UNSUPPORTED, CleanPlan, TrialPlan
+from kvguard.fault_injection.plan import SCENARIO_LEVEL, UNSUPPORTED, CleanPlan, TrialPlan
 from kvguard.fault_injection.results import CleanResult, TrialResult
 from kvguard.fault_injection.runs import TrialRuns
 from kvguard.fault_injection.sglang_plan import SGLANG_UNSUPPORTED
@@ -20,6 +20,10 @@ from kvguard.fault_injection.write_plan import NO_SUCH_CELL, WRITES
 def run_trial(plan: TrialPlan, *, model: str, backend: str, proofs: str | None = None) -> TrialResult:
     """Run one trial; `proofs` overrides the cell's, which tests use to switch off both."""
     cell = plan.cell
+    if cell.level == SCENARIO_LEVEL:
+        from kvguard.fault_injection.scenarios.judging import run_scenario
+
+        return run_scenario(plan, backend=backend, proofs=proofs)
     left_out = SGLANG_UNSUPPORTED if cell.engine == "sglang" else UNSUPPORTED | TRANSFER_UNSUPPORTED
     if (cell.fault, cell.proofs) in left_out:
         return unsupported(plan, left_out[cell.fault, cell.proofs])
@@ -61,6 +65,10 @@ def run_trial(plan: TrialPlan, *, model: str, backend: str, proofs: str | None =
 
 def run_clean(plan: CleanPlan, *, model: str, backend: str) -> CleanResult:
     """Healthy traffic in a tight pool, guard on, against the same with the guard off."""
+    if plan.scenario:
+        from kvguard.fault_injection.scenarios.judging import run_control
+
+        return run_control(plan, backend=backend)
     if plan.engine == "vllm" and plan.traffic == KEYS:
         from kvguard.fault_injection.targets import vllm_key_runs
 

@@ -54,7 +54,7 @@ def source_tree() -> Iterator[Path]:
         tree = Path(folder)
         for name in COPIED:
             if (ROOT / name).is_dir():
-                ignored = shutil.ignore_patterns("__pycache__", "*.safetensors")
+                ignored = shutil.ignore_patterns("__pycache__")
                 shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=ignored)
             else:
                 shutil.copy2(ROOT / name, tree / name)

@@ -12,6 +12,7 @@ from typing import Final
 from tools.mutation import Mutation, of_file
 from tools.mutations_contents import CONTENT_MUTATIONS
 from tools.mutations_kernels import KERNEL_MUTATIONS
+from tools.mutations_scenarios import SCENARIO_MUTATIONS
 from tools.mutations_steps import STEP_MUTATIONS
 
 CORE: Final = "tests/core"
@@ -409,4 +410,5 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *KERNEL_MUTATIONS,
     *STEP_MUTATIONS,
     *CONTENT_MUTATIONS,
+    *SCENARIO_MUTATIONS,
 )  # fmt: skip
