@@ -24,6 +24,7 @@ from kvguard.kernels.verify_slots import verify_slots_step
 from kvguard.messages import PoolSection, StepDelta
 from kvguard.pending_verdicts import record_rows
 from kvguard.pools import GuardSetup, PoolSpec
+from kvguard.step_buffer import spoil_shared_rows
 
 Int64 = npt.NDArray[np.int64]
 
@@ -159,11 +160,11 @@ class FusedCheck:
             prefix, packed = last.prefix, last.packed
         else:
             end = min(section.tag_pages[0] for section in delta.sections)
-            prefix = delta.packed[:end]
+            prefix = delta.packed[:end].copy()
             if table_rows is not None:
-                prefix = prefix.copy()
                 for section in delta.sections:
                     prefix[slice(*section.table_row)] = table_rows
+            spoil_shared_rows(prefix, delta, table_rows)
             same = last is not None and np.array_equal(last.prefix, prefix)
             packed = last.packed if same and not changed and last is not None else None
         if packed is None:

@@ -18,6 +18,10 @@ NO_EVIDENCE: Final[Mapping[str, Any]] = {}
 """What a clean step shows; nobody writes to it."""
 
 
+NO_WRITER: Final = -1 << 62
+"""A writer word that no column makes equal to a page's: the row may write nowhere."""
+
+
 class PoolSection(NamedTuple):
     """Where one pool's arrays lie in `StepDelta.packed`: half-open ranges of int64 words.
 

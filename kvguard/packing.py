@@ -8,11 +8,8 @@ import numpy as np
 
 from kvguard.batch import Batch, PendingStep, Spans
 from kvguard.books import Books
-from kvguard.messages import Int64, PoolSection, StepDelta
+from kvguard.messages import NO_WRITER, Int64, PoolSection, StepDelta
 from kvguard.requests import DIGEST, FIELDS, FLOOR, STOP, WRITER, RequestState
-
-NO_WRITER = -1 << 62
-"""A writer word that no column makes equal to a page's: the row may write nowhere."""
 
 
 def pack(books: Books, pending: PendingStep) -> StepDelta:

@@ -11,12 +11,35 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvguard.messages import StepDelta
+from kvguard.messages import NO_WRITER, StepDelta
 
 Int64 = npt.NDArray[np.int64]
 Span = tuple[int, int]
 VIEWS_MAX = 1024
 """Views are kept by where they lie; a service whose batches keep changing meets many, and starts anew."""
+
+
+def spoil_shared_rows(words: Int64, delta: StepDelta, table_rows: list[int] | None) -> None:
+    """Let no row of the block table pass that two requests of a step are to read: at most one of them can be right.
+
+    Neutralising the wrong one takes the pages from the other, in the same launch or before: neither is proven.
+    `words`: those of the delta, changed in place. `table_rows`: as in `StepBuffer.load`. A request that is listed twice
+    shares its row with nobody.
+    """
+    sections = delta.sections
+    if table_rows is None:
+        table_rows = words[slice(*sections[0].table_row)].tolist() if sections else []
+    if len(set(table_rows)) == len(table_rows):
+        return
+    owners: dict[int, set[str]] = {}
+    for request, row in zip(delta.requests, table_rows, strict=True):
+        owners.setdefault(row, set()).add(request)
+    shared = [place for place, row in enumerate(table_rows) if len(owners[row]) > 1]
+    for section in sections:
+        words[slice(*section.expected)][shared] ^= 1
+    # Requests have one writer word, which stands once in the delta.
+    for span in {section.writer for section in sections}:
+        words[slice(*span)][shared] = NO_WRITER
 
 
 class BufferArrays(Protocol):
@@ -75,6 +98,7 @@ class StepBuffer:
                 self._rows_array = np.array(table_rows, np.int64)
             for start, stop in row_spans:
                 self._host[start:stop] = self._rows_array
+        spoil_shared_rows(self._host, delta, table_rows)
         self._arrays.send(self._device, self._host, words)
         if not same_rows:
             # A copy: the caller may change its own list in place.

@@ -15,6 +15,7 @@ STEPS: Final = f"{CORE}/test_steps_and_messages.py"
 WRITES: Final = f"{CORE}/test_write_slots.py"
 FLOORS: Final = f"{CORE}/test_write_floors.py"
 REARMING: Final = f"{CORE}/test_rearming.py"
+SHARED: Final = f"{CORE}/test_shared_rows.py"
 AGAIN: Final = f"{CORE}/test_step_again.py"
 
 STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
@@ -91,6 +92,13 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("again: steps that were abandoned", AGAIN, "            books.batch.again = None\n", "            pass\n"),
     ),
     *of_file(
+        "kvguard/step_buffer.py",
+        ("rows that two requests share: what they read", SHARED, "        words[slice(*section.expected)][shared] ^= 1\n", "        pass\n"),
+        ("rows that two requests share: what they write", SHARED, "        words[slice(*span)][shared] = NO_WRITER\n", "        pass\n"),
+        ("rows that a request shares with itself", SHARED, "if len(owners[row]) > 1]", "if owners[row]]"),
+        ("rows that two requests share, step by step", SHARED, "        spoil_shared_rows(self._host, delta, table_rows)\n", ""),
+    ),
+    *of_file(
         "kvguard/verifier.py",
         ("again: a delta that says something else", AGAIN, "if not delta.again or delta.step != self._step + 1:", "if delta.step != self._step + 1:"),
         ("again: a delta that was lost", AGAIN, "if not delta.again or delta.step != self._step + 1:", "if not delta.again:"),
@@ -100,6 +108,7 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *of_file(
         "kvguard/fused.py",
+        ("fused: rows that two requests share", SHARED, "            spoil_shared_rows(prefix, delta, table_rows)\n", ""),
         ("fused, again: after a step that was not checked", AGAIN, "        self._complete = False\n        plan", "        plan"),
     ),
 )

@@ -14,8 +14,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from kvguard.guard import UsageError
 from kvguard.kernels.mixing import mix, signed64
 from kvguard.ledger import VECTOR_TERMS
-from kvguard.messages import StepDelta
-from kvguard.packing import NO_WRITER
+from kvguard.messages import NO_WRITER, StepDelta
 from kvguard.pools import PoolSpec
 from kvguard.verifier import PoolInputs
 from tests.core.random_world import WEIGHTS, World

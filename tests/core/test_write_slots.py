@@ -15,8 +15,7 @@ import torch
 
 from kvguard.config import GuardConfig
 from kvguard.guard import Judgement
-from kvguard.messages import StepDelta
-from kvguard.packing import NO_WRITER
+from kvguard.messages import NO_WRITER, StepDelta
 from kvguard.pools import GuardSetup, PoolSpec
 from kvguard.verifier import PendingVerdicts, PoolInputs, Verifier
 from kvguard.violation import Action, Kind, Proof, Violation
