@@ -16,6 +16,7 @@ from tools.mutations_scenarios import SCENARIO_MUTATIONS
 from tools.mutations_steps import STEP_MUTATIONS
 
 CORE: Final = "tests/core"
+AGAIN: Final = f"{CORE}/test_step_again.py"
 CONTROL: Final = f"{CORE}/test_guard_control_plane.py"
 TAG: Final = f"{CORE}/test_guard_tag_proof.py"
 PROMISES: Final = f"{CORE}/test_promises.py"
@@ -68,8 +69,8 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the breaking of a flagged row's promises", PROMISES, "kept=row not in unproven and not promise.writer.stalled", "kept=True"),
         ("the breaking of a stalled writer's promises", REARMING, "kept=not promise.writer.stalled)\n        return", "kept=True)\n        return"),
         ("the stalling of a request that was only observed", PROMISES, "pending.states[row].stalled = True", "pass"),
-        ("the progress of a stalled request", REARMING, "if unproven and row in unproven or state.stalled:", "if unproven and row in unproven:"),
-        ("progress counted for the same incarnation only", IN_FLIGHT, "if state.incarnation == batch.incarnations[row]:", "if True:"),
+        ("the progress of a stalled request", AGAIN, "if unproven and row in unproven or state.stalled:", "if unproven and row in unproven:"),
+        ("progress counted for the same incarnation only", AGAIN, "if state.incarnation == batch.incarnations[row]:", "if True:"),
         ("the check that a verdict was written", STEPS, "if (flags == NOT_CHECKED).any():", "if False:"),
         ("the check that every row has a verdict", STEPS, "if shape != (len(books.tables), len(pending.states)):", "if False:"),
         ("foreign pages", TAG, "setdefault(books.tables[mismatch.pool].spec.name, []).append(mismatch.page)", "setdefault(books.tables[mismatch.pool].spec.name, [])"),

@@ -75,7 +75,7 @@ def test_steps_in_flight_count_before_they_are_verified() -> None:
 
 def _retire_idle(rig: Rig) -> None:
     rig.guard.finish("idle")
-    rig.delta("a", "b")
+    rig.delta("a", "b", ends={"a": 6, "b": 6})
     rig.guard.retire([9])
 
 
@@ -140,13 +140,29 @@ def test_progress_is_what_the_verified_steps_have_written() -> None:
     assert rig.judge(pending[1]).clean
     assert [rig.guard._books.state(name).computed for name in ("a", "b")] == [7, 8]
     rig = steady(on_violation="observe")
-    delta = rig.guard.step_again()
-    assert delta is not None
-    found = rig.verifier.check_again(delta)
-    assert found is not None and rig.judge(found).clean
+    first, second = rig.guard.step_again(), rig.guard.step_again()
+    assert first is not None and second is not None
+    clean = rig.check(first)
     flag(rig, "a")
-    assert rig.run("a", "b", ends={"a": 8, "b": 8}).violations
+    flagged = rig.check(second)
+    assert rig.judge(clean).clean and rig.judge(flagged).violations
     assert [rig.guard._books.state(name).computed for name in ("a", "b")] == [7, 8]
+
+
+def test_progress_beside_a_flagged_row_is_that_of_sound_requests() -> None:
+    """Another row is flagged: a request that has stalled makes none, nor does one that was preempted since."""
+    rig = steady(on_violation="observe")
+    rig.start("c")
+    rig.allocate("c", 20, 21)
+    flag(rig, "a")
+    assert rig.run("a", "b", "c", ends={"a": 7, "b": 7, "c": 7}).violations
+    pending = rig.launch("a", "b", "c", ends={"a": 8, "b": 8, "c": 8})
+    flag(rig, "b")
+    later = rig.launch("a", "b", "c", ends={"a": 8, "b": 8, "c": 8})
+    rig.judge(pending)
+    rig.guard.preempt("c")
+    assert rig.judge(later).violations
+    assert [rig.guard._books.state(name).computed for name in "abc"] == [6, 8, 0]
 
 
 def test_a_row_that_the_host_suspects_is_not_repeated() -> None:
@@ -160,17 +176,20 @@ def test_a_row_that_the_host_suspects_is_not_repeated() -> None:
     assert rig.judge(rig.check(guard.step(["a"], [0], [6], [5]))).clean
     assert guard.step_again() is not None
     guard.abandon(guard._books.step)
-    guard.step(["a"], [0], [4], [3])
+    guard.step(["a"], [0], [3], [2])
     assert guard._books.pending[guard._books.step].suspects
     assert guard.step_again() is None
 
 
 def test_launches_follow_ledgers_that_grow() -> None:
-    """The same inputs, one column more: a fault in the new column is found."""
+    """The same inputs, a gap and one column more: the words lie elsewhere, and a fault in the new column is found."""
     rig = steady()
     given = {"main": PoolInputs(table=rig.tables["main"])}
     assert rig.judge(rig.verifier.check(rig.delta("a", "b", ends={"a": 7, "b": 7}), given)).clean
     rig.allocate("a", 5)
+    assert rig.judge(rig.verifier.check(rig.delta("a", "b", ends={"a": 9, "b": 8}), given)).clean
+    rig.guard.drop("a", 1, 2)
+    assert rig.judge(rig.verifier.check(rig.delta("a", "b", ends={"a": 9, "b": 8}), given)).clean
     rig.write("a", 2, 20)
     assert aborted(rig.judge(rig.verifier.check(rig.delta("a", "b", ends={"a": 9, "b": 8}), given))) == {"a"}
 
