@@ -19,7 +19,7 @@ from kvguard.messages import StepDelta, Verdicts
 from kvguard.pools import PoolSpec
 from kvguard.verifier import PoolInputs, Verifier
 from kvguard.violation import Violation
-from tests.core.support import Rig, aborted, flag
+from tests.core.support import TAG_ONLY, Rig, aborted, flag
 from tests.kernels.interpreted import interpreting
 
 SIZE = 4
@@ -181,17 +181,21 @@ def test_a_row_that_the_host_suspects_is_not_repeated() -> None:
     assert guard.step_again() is None
 
 
-def test_launches_follow_ledgers_that_grow() -> None:
-    """The same inputs, a gap and one column more: the words lie elsewhere, and a fault in the new column is found."""
-    rig = steady()
-    given = {"main": PoolInputs(table=rig.tables["main"])}
-    assert rig.judge(rig.verifier.check(rig.delta("a", "b", ends={"a": 7, "b": 7}), given)).clean
+def test_launches_follow_ledgers_that_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same inputs, a gap in a ledger: the words of the step lie elsewhere, and kernels are told where."""
+    seen: list[dict[str, Any]] = []
+    rig = steady(proofs=TAG_ONLY)
+    monkeypatch.setattr("kvguard.verifier.verify_pages", lambda **given: seen.append(given))
     rig.allocate("a", 5)
-    assert rig.judge(rig.verifier.check(rig.delta("a", "b", ends={"a": 9, "b": 8}), given)).clean
-    rig.guard.drop("a", 1, 2)
-    assert rig.judge(rig.verifier.check(rig.delta("a", "b", ends={"a": 9, "b": 8}), given)).clean
-    rig.write("a", 2, 20)
-    assert aborted(rig.judge(rig.verifier.check(rig.delta("a", "b", ends={"a": 9, "b": 8}), given))) == {"a"}
+    given = {"main": PoolInputs(table=rig.tables["main"])}
+    for gap in (False, True):
+        if gap:
+            rig.guard.drop("a", 1, 2)
+        delta = rig.delta("a", "b", ends={"a": 9, "b": 8})
+        rig.verifier.check(delta, given)
+        section = delta.sections[0]
+        for name in ("extent_offset", "extent_start", "extent_stop", "expected"):
+            assert seen[-1][name].tolist() == delta.array(getattr(section, name)).tolist(), name
 
 
 @pytest.mark.parametrize("backend", ["numpy", "triton"])

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 
 import tests.kernels.interpreted  # noqa: F401 -- before anything imports Triton
+from kvguard.kernels.events import DOUBLE_ALLOCATION
 from kvguard.kernels.publish_row import triton_op as publish_op
 from kvguard.kernels.retire_pages import triton_op as retire_op
 from kvguard.kernels.stamp_rows import triton_op as stamp_op
@@ -21,6 +22,7 @@ from tests.kernels.token_row_cases import (
     OPERATIONS,
     Arguments,
     calls,
+    page_opened_twice,
     repeated_page,
     require_equal,
     shared_table_row,
@@ -105,6 +107,8 @@ def test_what_depends_on_the_order_in_a_launch_is_as_in_the_oracle(monkeypatch: 
     with interpreting():
         require_equal("verify_rows", shared_table_row(), "triton")
         require_equal("publish_row", repeated_page(), "triton")
+        found = require_equal("stamp_rows", page_opened_twice(), "triton")
+        assert found["event"].tolist()[:3] == [DOUBLE_ALLOCATION, 1, 0], "where it was given for the first time"
 
 
 def test_an_engine_in_small_on_triton() -> None:

@@ -281,3 +281,12 @@ def repeated_page() -> Arguments:
     arguments = sound_publish(new=int64([2, 4, 12, 4]))
     arguments["page_chain"][2] = 777
     return arguments
+
+
+def page_opened_twice() -> Arguments:
+    """Three rows get their first token; the third one's page is that of the first."""
+    return empty_books() | {
+        "slots": int64([4, 8, 4]), "rows": int64([0, 1, 2]), "first": int64([0, 0, 0]), "first_delta": 0,
+        "offset": None, "adopted": None, "page_size": 4, "base_tag": 1000, "key": KEY,
+        "event": np.zeros(EVENT_WORDS, np.int64),
+    }  # fmt: skip
