@@ -156,12 +156,15 @@ def test_progress_beside_a_flagged_row_is_that_of_sound_requests() -> None:
     rig.allocate("c", 20, 21)
     flag(rig, "a")
     assert rig.run("a", "b", "c", ends={"a": 7, "b": 7, "c": 7}).violations
+    rig.write("a", 1, 2)
+    # Violations have consequences from here on, and what was only observed is judged afresh.
+    rig.guard._books.config = GuardConfig.load(seed=7)
     pending = rig.launch("a", "b", "c", ends={"a": 8, "b": 8, "c": 8})
     flag(rig, "b")
     later = rig.launch("a", "b", "c", ends={"a": 8, "b": 8, "c": 8})
-    rig.judge(pending)
+    assert rig.judge(pending).clean
     rig.guard.preempt("c")
-    assert rig.judge(later).violations
+    assert aborted(rig.judge(later)) == {"b"}
     assert [rig.guard._books.state(name).computed for name in "abc"] == [6, 8, 0]
 
 
