@@ -107,9 +107,10 @@ def test_what_depends_on_the_order_in_a_launch_is_as_in_the_oracle(monkeypatch: 
         require_equal("publish_row", repeated_page(), "triton")
 
 
-def test_an_engine_in_small_on_triton() -> None:
+@pytest.mark.parametrize("contents", [False, True])
+def test_an_engine_in_small_on_triton(contents: bool) -> None:
     """One healthy history."""
-    engine = Engine(backend="triton", page_size=2, seed=3)
+    engine = Engine(backend="triton", page_size=2, seed=3, contents=contents)
     with interpreting():
         for _ in range(40):
             engine.step()
