@@ -127,7 +127,7 @@ KERNEL_MUTATIONS: Final[tuple[Mutation, ...]] = (
     *of_file(
         "kernels/torch_events.py",
         ("the second lane of a content", TOKEN_ROWS, "(page_content == content).all(1)", "(page_content == content)[:, 0]"),
-        ("the content of which nothing was said", TOKEN_HISTORY, " & (page_content != 0).any(1)", ""),
+        ("the content of which nothing was said", TOKEN_ROWS, " & (page_content != 0).any(1)", ""),
     ),
     *of_file(
         "kernels/triton_events.py",

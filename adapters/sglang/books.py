@@ -46,12 +46,13 @@ POOL = "kv"
 @dataclass(eq=False, slots=True)
 class Operation:
     """One queued call: `run(event)` enqueues its kernels. names: whose pages they were, place by place, if known; pool:
-    which pages."""
+    which pages; subject: place by place the request that a page's content was compared with, and up to which token."""
 
     run: Callable[[Tensor], None]
     what: str
     names: Callable[[int], str | None] | None = None
     pool: str = POOL
+    subject: Callable[[int], tuple[Any, int]] | None = None
     open: bool = False
     """Reserved, and not known yet: neither it nor what is behind it in the queue can be run."""
 

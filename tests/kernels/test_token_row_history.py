@@ -78,7 +78,7 @@ def test_a_record_that_is_put_on_pages_of_other_content_is_flagged_and_so_is_who
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_pages_of_which_nothing_was_said_are_nobodys(backend: str) -> None:
-    """Not even of a request that is said to be nothing."""
+    """A publisher that said nothing of itself shares nothing."""
     engine = Engine(backend=backend, page_size=2, seed=1, contents=True)
     engine.admit(0, (), 4)
     engine.publish(0)

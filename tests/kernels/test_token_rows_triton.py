@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
 import tests.kernels.interpreted  # noqa: F401 -- before anything imports Triton
+from kvguard.kernels.events import CONTENT
 from kvguard.kernels.publish_row import triton_op as publish_op
 from kvguard.kernels.retire_pages import triton_op as retire_op
 from kvguard.kernels.stamp_rows import triton_op as stamp_op
@@ -24,6 +26,7 @@ from tests.kernels.token_row_cases import (
     repeated_page,
     require_equal,
     shared_table_row,
+    sound_publish,
 )
 from tests.kernels.token_row_history import Engine
 
@@ -105,6 +108,14 @@ def test_what_depends_on_the_order_in_a_launch_is_as_in_the_oracle(monkeypatch: 
     with interpreting():
         require_equal("verify_rows", shared_table_row(), "triton")
         require_equal("publish_row", repeated_page(), "triton")
+
+
+def test_a_page_of_which_nothing_was_said_is_nobodys_in_triton() -> None:
+    """Not even of a row that is said to be nothing at that column."""
+    contents = {"content": np.zeros((3, 2), np.int64), "page_content": np.zeros((10, 2), np.int64)}
+    with interpreting():
+        left = require_equal("publish_row", sound_publish(event=np.zeros(4, np.int64), **contents), "triton")
+    assert left["event"].tolist() == [CONTENT, 6, 1, 0]
 
 
 @pytest.mark.parametrize("contents", [False, True])
