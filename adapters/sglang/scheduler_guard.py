@@ -133,20 +133,14 @@ class SchedulerGuard(Reports):
             self.contents = None
 
     def weights_change(self) -> None:
-        """New weights: requests that hold pages of the old ones publish no more, and nothing that is cached is taken.
+        """New weights: nothing that is cached is taken, until SGLang empties its cache.
 
-        SGLang flushes in the same call where it is told to; where not, the cache is emptied at the next idle moment.
+        It does so in the same call where it is told to and nobody runs; else at the next idle moment. Requests that
+        hold pages of the old weights have ended by then, and what they published is gone with the rest.
         """
-        if self.contents is None:
-            return
-        self.contents.epoch += 1
-        self.outdated = True
-        scheduler = self.scheduler
-        batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
-        held = [scheduler.chunked_req, *(req for batch in batches for req in batch.reqs)]
-        for req in held:
-            if req is not None and req.kv.holds_kv:
-                req.skip_radix_cache_insert = True
+        if self.contents is not None:
+            self.contents.epoch += 1
+            self.outdated = True
 
     # -- a step ---------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import pytest
 
 from kvguard.violation import Action, Kind, Proof, Violation
 from tests.sglang.apart import on
-from tests.sglang.engine import Client, Engine
+from tests.sglang.engine import Client, Engine, checkpoint
 from tests.sglang.scenarios import assert_clean, assert_whole, at_step, prompts, unguarded_tokens, victims
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
@@ -123,16 +123,20 @@ def golden(engine: Engine, scenario: Callable[[Engine], Client | None]) -> dict[
 
 
 def tenants(engine: Engine) -> Client:
-    """Two tenants and the public ask the same: what one has cached is no other's; then once more, from the cache."""
+    """Two tenants and the public ask the same: what one has cached is no other's; then more, from the cache.
+
+    The second time they go on from the answers: pages of generated tokens are found as well.
+    """
     rng, made = random.Random(5), prompts(5, 6)
     asked = [(place, tenant) for place in range(6) for tenant in ("", "a", "b")]
     rng.shuffle(asked)
     for place, tenant in asked:
-        engine.add(f"{tenant or 'public'}{place}", made[place], TOKENS, tenant=tenant)
+        engine.add(f"{tenant or 'public'}{place}", made[place], 2 * TOKENS, tenant=tenant)
 
     def again(engine: Engine) -> None:
         for place, tenant in asked:
-            engine.add(f"{tenant or 'public'}{place}-again", made[place], TOKENS, tenant=tenant)
+            name = f"{tenant or 'public'}{place}"
+            engine.add(f"{name}-again", [*made[place], *engine.tokens[name], 7, 8, 9], TOKENS, tenant=tenant)
 
     return once_ended(18, again)
 
@@ -253,4 +257,55 @@ def test_a_record_that_is_put_on_other_pages_ends_its_request(engine: Engine, pa
     assert {violation.proof for violation in violations} == {Proof.CONTENT_KEY}
     assert {violation.request for violation in violations} == {"victim"}
     assert any("as its record went into the prefix cache" in one.detail for one in violations)
+    assert_whole(engine)
+
+
+@LOOPS
+@pytest.mark.parametrize("flushes", [False, True], ids=["kept", "flushed"])
+@on(environment=ON)
+def test_new_weights_find_nothing_that_was_computed_with_old_ones(
+    engine: Engine, flushes: bool, overlap: bool
+) -> None:
+    """Where SGLang is told to keep its cache over an update, it is not used, and emptied once nobody runs."""
+    from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
+
+    def ask(name: str, count: int = TOKENS) -> None:
+        engine.add(name, PROMPT, count)
+
+    def update(engine: Engine) -> None:
+        assert engine.guard.contents.epoch == epoch
+        path = str(checkpoint())
+        engine.send(UpdateWeightFromDiskReqInput(model_path=path, load_format="auto", flush_cache=flushes))
+        if not flushes:
+            ask("after")
+
+    epoch = engine.guard.contents.epoch
+    with hits_of(engine) as hits:
+        ask("before")
+        if flushes:
+            # Only where nobody runs.
+            engine.run()
+            update(engine)
+            engine.run()
+            assert not engine.guard.outdated
+            ask("after")
+            engine.run()
+        else:
+            engine.add("across", OTHER, 90)
+            engine.run(once_ended(1, update))
+        assert engine.guard.contents.epoch == epoch + 1 and not engine.guard.outdated
+        (answer,) = engine.control
+        assert answer.success, answer
+        assert engine.tokens["before"] == engine.tokens["after"], "they are the same weights after all"
+        assert hits.get("after", 0) == 0
+        ask("next")
+        engine.run()
+        # Of the other weights' cache nothing is left: what is found is what came after the update.
+        assert hits.get("next", 0) == (144 if flushes else 0)
+        ask("last")
+        engine.run()
+        assert hits["last"] == 144
+    engine.control.clear()
+    assert {end["type"] for end in engine.ends.values()} == {"length"}
+    assert new_violations(engine) == [] and engine.guard.armed
     assert_whole(engine)
