@@ -143,7 +143,7 @@ def tenants(engine: Engine) -> Client:
 
 @LOOPS
 @SIZES
-@on(environment=ON)
+@on(environment=ON, alone=True)
 def test_healthy_tenants_hit_what_is_their_own(engine: Engine, page_size: int, overlap: bool) -> None:
     """Tokens and hits are those of an unguarded engine, and nothing is flagged."""
     with engine.unguarded(), hits_of(engine) as wanted_hits:
