@@ -12,7 +12,7 @@ from kvguard.adapters.activation import VARIABLES, asked_for
 from kvguard.adapters.findings import ENGINES, Finding, Verdict, worst
 from kvguard.config import GuardConfig
 
-CONTENT_ENGINES = ("vllm",)
+CONTENT_ENGINES = ("vllm", "sglang")
 """Engines whose plug-in says what requests are made of, as level `keys` needs."""
 _MARKS = {Verdict.OK: "ok", Verdict.LIMIT: "limit", Verdict.FAILED: "FAILED"}
 

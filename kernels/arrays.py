@@ -46,6 +46,14 @@ def require_dense(**arrays: Any) -> None:
             raise ValueError(f"{name} must have no gaps")
 
 
+def require_contents(content: Any, page_content: Any, count: int, pages: int) -> None:
+    """ValueError unless both are None, or hold two lanes for each of `count` rows or columns and of `pages` pages."""
+    if (content is None) != (page_content is None):
+        raise ValueError("content and page_content must be given together")
+    if content is not None and (tuple(content.shape), tuple(page_content.shape)) != ((count, 2), (pages, 2)):
+        raise ValueError(f"content must have two lanes for each of {count}, page_content for each of {pages} pages")
+
+
 def words_from(base: Any, array: Any) -> int:
     """The offset of `array` from `base` in int64 words, whatever lies between: addresses are flat.
 

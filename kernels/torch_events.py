@@ -1,4 +1,4 @@
-"""The first problem of a call, found in PyTorch operations without a look at any value."""
+"""Problems of a call, found in PyTorch operations without a look at any value."""
 
 from __future__ import annotations
 
@@ -17,3 +17,8 @@ def write_first(event: Tensor, codes: Tensor, pages: Tensor, places: Tensor, ran
     at = ranked.argmin().reshape(1)
     found = torch.cat((codes[at], pages[at], places[at]))
     event[:3].copy_(torch.where(ranked[at] != _NEVER, found, event[:3]))
+
+
+def holds(page_content: Tensor, content: Tensor) -> Tensor:
+    """Whether what pages hold, int64 [n, 2], is this content, int64 [n, 2]: bool [n]. 0 and 0 is nobody's."""
+    return (page_content == content).all(1) & (page_content != 0).any(1)

@@ -20,6 +20,8 @@ DOUBLE_ALLOCATION, DOUBLE_FREE = tl.constexpr(events.DOUBLE_ALLOCATION), tl.cons
 FREE_UNOWNED, ANYBODY, UNSAID, ROW_SHIFT = (
     tl.constexpr(word) for word in (events.FREE_UNOWNED, events.ANYBODY, events.UNSAID, events.ROW_SHIFT)
 )
+CONTENT_CODE, SPOILED = tl.constexpr(events.CONTENT), tl.constexpr(events.SPOILED)
+LANES = tl.constexpr(events.CONTENT_LANES)
 NULL_PAGE, NO_PAGE, TREE = tl.constexpr(events.NULL_PAGE), tl.constexpr(events.NO_PAGE), tl.constexpr(events.TREE)
 
 
@@ -66,7 +68,17 @@ def write_event(event, rank, page):
     tl.store(event + PLACE, rank // 16)
 
 
+@triton.jit
+def holds_content(page_content, page, content, place, mask):
+    """Whether pages hold the content at these places, lane by lane; 0 and 0 is nobody's. True outside of the mask."""
+    first = tl.load(page_content + page * LANES, mask=mask, other=1)
+    second = tl.load(page_content + page * LANES + 1, mask=mask, other=1)
+    same = first == tl.load(content + place * LANES, mask=mask, other=1)
+    same = same & (second == tl.load(content + place * LANES + 1, mask=mask, other=1))
+    return same & ((first | second) != 0)
+
+
 if not isinstance(floor_divide, triton.JITFunction):
     # Interpreted: as plain functions, see `verify_pages.triton_op`.
-    for _name in ("floor_divide", "rank_of", "note_problem", "first_problem", "write_event"):
+    for _name in ("floor_divide", "rank_of", "note_problem", "first_problem", "write_event", "holds_content"):
         globals()[_name] = globals()[_name].rewrite()

@@ -73,6 +73,8 @@ KERNEL_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the page that is opened twice, on token rows", TOKEN_ROWS, "stamped & ((before != 0) | ~won)", "stamped & (before != 0)"),
         ("the promise of a stamped page, on token rows", TOKEN_ROWS, "term = torch.where(stamped, mix_tensor(key, column, tag), 0)", "term = torch.where(won, mix_tensor(key, column, tag), 0)"),
         ("what a fresh row begins with", TOKEN_ROWS, "torch.where(fresh, chain - digest[target], 0)", "torch.where(fresh, chain, 0)"),
+        ("a prefix of other content", TOKEN_HISTORY, "chain = chain + torch.where(other, SPOILED, 0)", "pass"),
+        ("the report of a prefix of other content", TOKEN_HISTORY, "row_codes = torch.where(other, CONTENT, row_codes)", "pass"),
     ),
     *of_file(
         "kernels/stamp_rows/host_op.py",
@@ -81,6 +83,7 @@ KERNEL_MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *of_file(
         "kernels/stamp_rows/triton_op.py",
+        ("a prefix of other content, in Triton", TOKEN_TRITON, "begin += tl.where(other, SPOILED, 0)", "pass"),
         ("the place of whom a token displaces", TOKEN_TRITON, "tl.where((codes == DOUBLE_ALLOCATION) & of_call, earlier, token)", "token"),
     ),
     *of_file(
@@ -102,10 +105,15 @@ KERNEL_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the error in the chains of a row", TOKEN_HISTORY, "torch.where(own, run + error + chains, page_chain[NULL_PAGE])", "torch.where(own, run + chains, page_chain[NULL_PAGE])"),
         ("the mark of a page that another node names", TOKEN_HISTORY, "torch.where(own, run + error + chains, page_chain[NULL_PAGE])", "torch.where(own, run + error, page_chain[NULL_PAGE])"),
         ("the error that stays with a row", TOKEN_HISTORY, "run[-1:] + terms[columns:].sum() + error", "run[-1:] + terms[columns:].sum()"),
+        ("a page of other content in a row's place", TOKEN_HISTORY, "error = error + torch.where(other.any(), SPOILED, 0)", "pass"),
+        ("the report of a page of other content in a row's place", TOKEN_HISTORY, "write_first(event, torch.where(other, CONTENT, 0), page, place, place)", "pass"),
+        ("the content of what is published", TOKEN_HISTORY, "torch.where(own.unsqueeze(1), content, page_content[NULL_PAGE])", "page_content[target]"),
         ("the owner of what is published", TOKEN_ROWS, "own = own & (page_owner[page] == column + owner_of(row, 0))", "pass"),
     ),
     *of_file(
         "kernels/publish_row/triton_op.py",
+        ("a page of other content in a row's place, in Triton", TOKEN_TRITON, "            error += SPOILED\n", ""),
+        ("the content of what is published, in Triton", TOKEN_TRITON, "            tl.store(page_content + page * LANES + lane, word, mask=own)\n", ""),
         ("the path behind a page of the tree", TOKEN_TRITON, "tl.where(next_restarts != 0, next_value, value + next_value)", "value + next_value"),
         ("the mark of a page that another node names, in Triton", TOKEN_TRITON, "mask=own, other=0) + left, mask=own)", "mask=own, other=0), mask=own)"),
         ("chains that are read before any is written", TOKEN_TRITON, "        tl.store(chains + place, run + error, mask=place < columns)\n", "        tl.store(chains + place, run + error, mask=place < columns)\n        tl.store(page_chain + page, run + error, mask=own)\n"),
@@ -115,6 +123,16 @@ KERNEL_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the mark of a flagged row", TOKEN_HISTORY, "torch.where(flagged & known, SPOILED, 0)", "torch.where(flagged & known, 0, 0)"),
         ("the page of a column's other tokens", TOKEN_ROWS, "(slot % page_size != piece) | (page != head)", "(slot % page_size != piece)"),
         ("slots outside of the pool in a flagged row", TOKEN_ROWS, "((slot < 0) | (slot >= slots_end))", "(slot < 0)"),
+    ),
+    *of_file(
+        "kernels/torch_events.py",
+        ("the second lane of a content", TOKEN_ROWS, "(page_content == content).all(1)", "(page_content == content)[:, 0]"),
+        ("the content of which nothing was said", TOKEN_ROWS, " & (page_content != 0).any(1)", ""),
+    ),
+    *of_file(
+        "kernels/triton_events.py",
+        ("the second lane of a content, in Triton", TOKEN_TRITON, "    same = same & (second == tl.load(content + place * LANES + 1, mask=mask, other=1))\n", ""),
+        ("the content of which nothing was said, in Triton", TOKEN_TRITON, "same & ((first | second) != 0)", "same"),
     ),
     *of_file(
         "kernels/torch_slots.py",

@@ -26,6 +26,11 @@ _TREE: Final = f"{VICTIMS}::test_a_page_of_the_tree_that_is_given_away"
 _WRITE: Final = "tests/sglang/test_write_slots.py::test_a_wild_write_ends_its_writer_and_nobody_else"
 _PLAIN: Final = f"{LIFE}::test_plain_traffic"
 
+CONTENTS: Final = "tests/sglang/test_contents.py"
+CONTENTS_OF: Final = "adapters/sglang/contents.py"
+_COLLISION: Final = f"{CONTENTS}::test_a_collision_ends_its_first_victim_and_the_next_ones_compute"
+_WEIGHTS: Final = f"{CONTENTS}::test_new_weights_find_nothing_that_was_computed_with_old_ones"
+
 SGLANG_MUTATIONS: Final = (
     Mutation(
         name="sglang-free-hook-dropped", path=PLUGIN, tests=(f"{_FAULT}[freed-not-reused-16-normal]",),
@@ -126,5 +131,45 @@ SGLANG_MUTATIONS: Final = (
         name="sglang-writers-not-spoiled", path="kernels/verify_rows/torch_op.py", tests=(f"{_WRITE}[swapped-tokens]",),
         old="torch.where(writes[:batch, FLAGS] != 0, FLAG_WRITE, 0)",
         new="0",
+    ),
+    Mutation(
+        name="sglang-own-content-not-compared", path=PAGES, tests=(f"{_COLLISION}[16-normal]",),
+        old="            content = _own_contents(guard, batch.reqs, fresh, prefixes)\n",
+        new="            pass\n",
+    ),
+    Mutation(
+        name="sglang-salt-as-the-engine-has-it", path=CONTENTS_OF, tests=(f"{CONTENTS}::test_a_tenant_whose_salt_got_lost_reads_nobody_elses_pages[16-normal]",),
+        old='        setattr(req, SAID, (kwargs.get("extra_key"), kwargs.get("cache_salt")))\n',
+        new="        pass\n",
+    ),
+    Mutation(
+        name="sglang-domains-not-named", path=CONTENTS_OF, tests=(f"{CONTENTS}::test_a_tenant_whose_salt_got_lost_reads_nobody_elses_pages[16-normal]",),
+        old="            self._domains[domain] = None\n",
+        new="            pass\n",
+    ),
+    Mutation(
+        name="sglang-answers-not-learnt", path=CONTENTS_OF, tests=(f"{CONTENTS}::test_healthy_tenants_hit_what_is_their_own[16-normal]",),
+        old="            if known < stop * page_size:\n",
+        new="            if False:\n",
+    ),
+    Mutation(
+        name="sglang-later-hits-not-compared", path=AUDIT, tests=(f"{_COLLISION}[16-normal]",),
+        old="self._own_length(params.req, path[: self._sound_length(path)])",
+        new="self._sound_length(path)",
+    ),
+    Mutation(
+        name="sglang-wrong-records-not-reported", path=GUARD, tests=(f"{CONTENTS}::test_a_record_that_is_put_on_other_pages_ends_its_request[16-normal]",),
+        old="                found = self._content_event(operation, page, at, enforce)\n",
+        new="                found = None\n",
+    ),
+    Mutation(
+        name="sglang-contents-not-looked-for", path="adapters/sglang/reports.py", tests=(f"{_COLLISION}[16-normal]",),
+        old="        if not where.found:\n",
+        new="        if False:\n",
+    ),
+    Mutation(
+        name="sglang-hits-of-old-weights", path=GUARD, tests=(f"{_WEIGHTS}[kept-normal]",),
+        old="        self.outdated = True\n",
+        new="        pass\n",
     ),
 )  # fmt: skip

@@ -12,10 +12,12 @@ import dataclasses
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kvguard.adapters.sglang.books import Operation, TokenBooks
+from kvguard.adapters.sglang.contents import CONTENT, RequestContents
 from kvguard.guard import GuardHalt
 from kvguard.kernels.events import ANYBODY, ROW_SHIFT, TREE, UNSAID
 from kvguard.kernels.verify_pages import layout
@@ -47,6 +49,10 @@ class Audit:
         self.scheduler, self.books = scheduler, books
         self.audits = False
         """Whether cache hits and frees are checked on the host: something was wrong, and the cache was not emptied."""
+        self.contents: RequestContents | None = None
+        """What requests are made of, at level `keys`."""
+        self.outdated = False
+        """Whether what is cached was computed with other weights than those of now."""
         self.freeing: int = ANYBODY
         """Whose pages are given back right now: TREE, row + 1, or ANYBODY."""
         self.ran = False
@@ -132,7 +138,7 @@ class Audit:
         self.books.clear()
         if self.audits:
             emit("audits_ended", severity="info", pool="kv")
-        self.audits = False
+        self.audits = self.outdated = False
         self.condemned.clear()
         self.condemned_rows.clear()
 
@@ -317,7 +323,8 @@ class Audit:
             if length and self.armed:
                 with self.contained():
                     self._settle()
-                    accepted = self._sound_length(tree.path_device_indices(result.last_device_node)[:length])
+                    path = tree.path_device_indices(result.last_device_node)[:length]
+                    accepted = self._own_length(params.req, path[: self._sound_length(path)])
             # Ranks must agree, and wait for each other: also for one whose guard has failed.
             accepted = self._smallest(accepted)
             if accepted == length:
@@ -338,3 +345,16 @@ class Audit:
         whole = torch.nn.functional.pad(whole, (0, -length % size), value=True).view(-1, size).all(1)
         bad = torch.nonzero(~(self._sound(pages, None) & whole)).flatten().tolist()
         return bad[0] * size if bad else length
+
+    def _own_length(self, req: Any, path: Tensor) -> int:
+        """How many tokens of a match, slots [tokens], are on pages that hold what the request is itself."""
+        length, size = path.shape[0], self.books.page_size
+        if self.contents is None or req is None or self.books.page_content is None or not length:
+            return length
+        content = getattr(req, CONTENT, None) if req.kv.holds_kv else self.contents.identify(req)
+        if content is None:
+            return 0
+        own = content.lanes(size)[: length // size].view(np.int64)
+        held = self.books.page_content[path[::size] // size].cpu().numpy()
+        same = (held[: len(own)] == own).all(1) & held[: len(own)].any(1)
+        return int(same.argmin()) * size if not same.all() else len(own) * size

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvguard.kernels import events
-from kvguard.kernels.events import ANYBODY, EVENT_WORDS, ROW_SHIFT
+from kvguard.kernels.events import ANYBODY, CONTENT_LANES, EVENT_WORDS, ROW_SHIFT
 from kvguard.kernels.publish_row import publish_row
 from kvguard.kernels.retire_pages import retire_pages
 from kvguard.kernels.stamp_rows import stamp_rows
@@ -36,6 +36,7 @@ EVENT_KINDS = {
     events.DOUBLE_FREE: Kind.DOUBLE_FREE,
     events.FREE_UNOWNED: Kind.FREE_UNOWNED,
     events.VACANT: Kind.VACANT_PAGE,
+    events.CONTENT: Kind.CONTENT_TOKENS,
 }
 """What the first word of an event says; 0: nothing is wrong."""
 POOL = "kv"
@@ -45,12 +46,13 @@ POOL = "kv"
 @dataclass(eq=False, slots=True)
 class Operation:
     """One queued call: `run(event)` enqueues its kernels. names: whose pages they were, place by place, if known; pool:
-    which pages."""
+    which pages; subject: place by place the request that a page's content was compared with, and up to which token."""
 
     run: Callable[[Tensor], None]
     what: str
     names: Callable[[int], str | None] | None = None
     pool: str = POOL
+    subject: Callable[[int], tuple[Any, int]] | None = None
     open: bool = False
     """Reserved, and not known yet: neither it nor what is behind it in the queue can be run."""
 
@@ -58,8 +60,18 @@ class Operation:
 class TokenBooks:
     """See the module. One pool; slots are int32 or int64 tensors on the device, page = slot // page_size."""
 
-    def __init__(self, *, num_pages: int, page_size: int, rows: int, device: Any, tags: TagCounter, key: int) -> None:
-        """`num_pages`: with the null page 0; `rows`: of req_to_token."""
+    def __init__(
+        self,
+        *,
+        num_pages: int,
+        page_size: int,
+        rows: int,
+        device: Any,
+        tags: TagCounter,
+        key: int,
+        contents: bool = False,
+    ) -> None:
+        """`num_pages`: with the null page 0; `rows`: of req_to_token; `contents`: what pages hold is kept as well."""
         self.device = torch.device(device)
         self.page_size, self.key = page_size, key
         self._tags = tags
@@ -67,6 +79,11 @@ class TokenBooks:
         self.page_tag = torch.zeros(num_pages, dtype=torch.int64, device=self.device)
         self.page_owner = torch.zeros_like(self.page_tag)
         self.page_chain = torch.zeros_like(self.page_tag)
+        self.page_content: Tensor | None = None
+        """int64 [num_pages, 2]: of a page in the tree, the lanes of the content key at its end. Written where the chain
+        is, and never taken away: once the page is handed out again, its chain satisfies nobody."""
+        if contents:
+            self.page_content = torch.zeros((num_pages, CONTENT_LANES), dtype=torch.int64, device=self.device)
         self.digest = torch.zeros(rows, dtype=torch.int64, device=self.device)
         self._writers = (torch.arange(rows, device=self.device) + 1) << ROW_SHIFT
         self._queue: list[Operation] = []
@@ -88,9 +105,10 @@ class TokenBooks:
         *,
         offset: Tensor | None = None,
         adopted: Tensor | None = None,
+        content: Tensor | None = None,
         names: Callable[[int], str | None] | None = None,
     ) -> None:
-        """New tokens got slots; see kernels.stamp_rows."""
+        """New tokens got slots; see kernels.stamp_rows. `content`: wanted with `adopted` where contents are kept."""
 
         def run(event: Tensor) -> None:
             stamp_rows(
@@ -99,6 +117,8 @@ class TokenBooks:
                 first=first,
                 offset=offset,
                 adopted=adopted,
+                content=content,
+                page_content=None if content is None else self.page_content,
                 page_tag=self.page_tag,
                 page_owner=self.page_owner,
                 page_chain=self.page_chain,
@@ -141,8 +161,21 @@ class TokenBooks:
         """Nothing was published after all."""
         place.open = False
 
-    def publish(self, place: Operation, *, row: int, start: int, stop: int, old: Tensor, new: Tensor) -> None:
-        """Columns start .. stop of a row went into the prefix tree; see kernels.publish_row."""
+    def publish(
+        self,
+        place: Operation,
+        *,
+        row: int,
+        start: int,
+        stop: int,
+        old: Tensor,
+        new: Tensor,
+        content: Tensor | None = None,
+    ) -> None:
+        """Columns start .. stop of a row went into the prefix tree; see kernels.publish_row.
+
+        `content`: wanted where contents are kept.
+        """
 
         def run(event: Tensor) -> None:
             publish_row(
@@ -151,6 +184,9 @@ class TokenBooks:
                 new=new,
                 start=start,
                 stop=stop,
+                content=content,
+                page_content=None if content is None else self.page_content,
+                event=event,
                 page_tag=self.page_tag,
                 page_owner=self.page_owner,
                 page_chain=self.page_chain,
@@ -168,6 +204,8 @@ class TokenBooks:
         def run(event: Tensor) -> None:
             for array in (self.page_tag, self.page_owner, self.page_chain):
                 array.zero_()
+            if self.page_content is not None:
+                self.page_content.zero_()
 
         # What was queued before would only be undone.
         self._queue = [Operation(run, "reset")]

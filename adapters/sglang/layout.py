@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any, NamedTuple
 
 from kvguard.adapters.expectations import Expectations
@@ -36,12 +37,22 @@ COVERED_ALLOCATORS = ("TokenToKVPoolAllocator", "PagedTokenToKVPoolAllocator")
 WINDOW_ALLOCATOR = "SWATokenToKVPoolAllocator"
 """One of these for full attention, one for sliding windows, and which slot of the one goes with which of the other."""
 
+WEIGHT_CALLS = (
+    "update_weights_from_disk",
+    "update_weights_from_distributed",
+    "update_weights_from_tensor",
+    "update_weights_from_ipc",
+    "begin_weight_update",
+    "end_weight_update",
+)
+"""What changes the weights under running requests and cached pages."""
+
 STANDING_LIMITS = (
     "beam search is refused request by request (status 400)",
     "MiniCPM's sparse attention: the slots that it reserves beside req_to_token are not checked",
     "SGLang under Ray loads no plug-ins in its scheduler actors: nothing is guarded there",
     "embeddings in chunks with overlap: beside the error of an aborted request its embedding so far may be sent",
-    "bytes that a copy, an offload tier or a bit flip changes in a page are not seen at level tags",
+    "bytes that a copy, an offload tier or a bit flip changes in a page are not seen at levels tags and keys",
     "wrong tokens under a right cache key, LoRA adapters and tenants are not seen at level tags",
     "pages are not quarantined: SGLang's idle check wants every page accounted for; after a violation every cache hit "
     "and every free of the tree is checked on the host until the cache was flushed, which happens at the next idle",
@@ -87,8 +98,10 @@ def check_hook_points() -> None:
     """The functions that are hooked take what the hooks expect. Imports SGLang. Raises Unsupported."""
     from sglang.srt.beam_search.coordinator import BeamCoordinator
     from sglang.srt.distributed import parallel_state
+    from sglang.srt.managers.schedule_batch import Req
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.batch_result_processor import SchedulerBatchResultProcessor
+    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager
     from sglang.srt.mem_cache import allocation
     from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
     from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
@@ -124,6 +137,10 @@ def check_hook_points() -> None:
     require_parameters(ModelRunner.forward, "forward_batch")
     require(Scheduler, "run_batch", "on_idle", "flush_cache", "is_fully_idle")
     require_parameters(Scheduler.run_batch, "batch")
+    missing = {"extra_key", "cache_salt", "lora_id"} - set(inspect.signature(Req.__init__).parameters)
+    if missing:
+        raise refuse(f"Req takes no {', '.join(sorted(missing))}")
+    require(SchedulerWeightUpdaterManager, *WEIGHT_CALLS)
     for name in ("process_batch_result_prefill", "process_batch_result_decode"):
         require_parameters(getattr(SchedulerBatchResultProcessor, name), "batch", "result")
 
@@ -198,11 +215,11 @@ def check_ranks(arguments: Any, config: GuardConfig) -> None:
         raise refuse("breaker_action = observe with tensor parallel: each rank counts violations for itself")
 
 
-def limits_of(arguments: Any) -> list[str]:
-    """What of this configuration is guarded only in part; named when the guard attaches."""
+def limits_of(arguments: Any, level: str) -> list[str]:
+    """What of this configuration is guarded only in part at this level; named when the guard attaches."""
     found = []
     if sglang_version() not in TESTED_RELEASES:
         found.append(f"SGLang {sglang_version()} is not a tested release ({', '.join(TESTED_RELEASES)})")
-    if getattr(arguments, "enable_lora", None) or getattr(arguments, "lora_paths", None):
+    if level != "keys" and (getattr(arguments, "enable_lora", None) or getattr(arguments, "lora_paths", None)):
         found.append("LoRA: which adapter wrote a page is not verified")
     return found

@@ -6,6 +6,7 @@ the device is read, unless something was wrong before: see `SchedulerGuard.audit
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvguard.adapters.sglang.plugin import ATTACHED
+from kvguard.content_key import LANES
 from kvguard.kernels.events import ANYBODY, UNSAID
 
 # -- allocation -------------------------------------------------------------------------------------------------------
@@ -38,18 +40,19 @@ def around_alloc_for_extend(original: Callable[..., Any], batch: Any) -> Any:
                 if is_fresh:
                     guard.acquit(int(req.kv.req_pool_idx))
         if guard.armed:
-            _stamp_extend(guard.books, batch, fresh, prefixes, result)
+            _stamp_extend(guard, batch, fresh, prefixes, result)
     return result
 
 
-def _stamp_extend(books: Any, batch: Any, fresh: list[bool], prefixes: list[Tensor], result: Any) -> None:
+def _stamp_extend(guard: Any, batch: Any, fresh: list[bool], prefixes: list[Tensor], result: Any) -> None:
+    books = guard.books
     slots, rows, _ = result
     count = len(batch.reqs)
     placed = np.zeros(2 * count + 1, np.int64)
     placed[:count] = batch.prefix_lens
     np.cumsum(batch.extend_lens, out=placed[count + 1 :])
     uploaded = books.upload(placed)
-    adopted = None
+    adopted = content = None
     if any(fresh):
         if len(prefixes) != count:
             raise RuntimeError(f"{len(prefixes)} prefixes for {count} requests: not the allocation that is known")
@@ -60,6 +63,8 @@ def _stamp_extend(books: Any, batch: Any, fresh: list[bool], prefixes: list[Tens
             else:
                 parts.append(prefix[-1:] if prefix.shape[0] else books.no_prefix)
         adopted = torch.cat(parts)
+        if guard.contents is not None:
+            content = _own_contents(guard, batch.reqs, fresh, prefixes)
     ends = placed[count + 1 :]
     names = [req.rid for req in batch.reqs]
 
@@ -68,7 +73,25 @@ def _stamp_extend(books: Any, batch: Any, fresh: list[bool], prefixes: list[Tens
         return names[at] if at < count else None
 
     # A copy of what was allocated: what is wrong with the slots by the time of the forward is not to be believed.
-    books.stamp(slots.clone(), rows, uploaded[:count], offset=uploaded[count:], adopted=adopted, names=name_of)
+    books.stamp(
+        slots.clone(),
+        rows,
+        uploaded[:count],
+        offset=uploaded[count:],
+        adopted=adopted,
+        content=content,
+        names=name_of,
+    )
+
+
+def _own_contents(guard: Any, reqs: list[Any], fresh: list[bool], prefixes: list[Tensor]) -> Tensor:
+    """int64 [batch, 2]: what each fresh request is itself, up to where the prefix ends that the tree had for it."""
+    lanes = np.zeros((len(reqs), LANES), np.int64)
+    for place, (req, is_fresh, prefix) in enumerate(zip(reqs, fresh, prefixes, strict=True)):
+        if is_fresh:
+            lanes[place] = guard.contents.at(guard.contents.identify(req), prefix.shape[0])
+    content: Tensor = guard.books.upload(lanes.reshape(-1)).view(-1, LANES)
+    return content
 
 
 def after_prefix_kv_indices(result: Tensor, batch: Any, req: Any) -> None:
@@ -216,7 +239,13 @@ def around_checkpoint(original: Callable[..., Any], tree: Any, req: Any, *, up_t
             if before % size or after % size:
                 raise RuntimeError(f"tokens {before} to {after} of {req.rid} are no whole pages of {size}")
             new = table[row, max(before - size, 0) : after : size].clone()
-            guard.books.publish(place, row=row, start=before // size, stop=after // size, old=old, new=new)
+            start, stop = before // size, after // size
+            content = None
+            if guard.contents is not None:
+                lanes = guard.contents.of_columns(req, start, stop, size)
+                content = guard.books.upload(lanes.reshape(-1)).view(-1, LANES)
+                place.subject = lambda at: (req, (start + at + 1) * size)
+            guard.books.publish(place, row=row, start=start, stop=stop, old=old, new=new, content=content)
             guard.published(place, row)
     return result
 
@@ -254,9 +283,16 @@ def around_free_kv_row(original: Callable[..., Any], tree: Any, kv: Any, ranges:
 
 
 def around_match_prefix(original: Callable[..., Any], tree: Any, params: Any) -> Any:
-    """After a violation a cached prefix is compared with the books on the host, and cut where it does not hold."""
-    result = original(tree, params)
+    """After a violation a cached prefix is compared with the books on the host, and cut where it does not hold.
+
+    After new weights nothing of what was cached before is taken, and nothing is added, until the cache was emptied.
+    """
     guard = getattr(tree, ATTACHED, None)
+    if guard is not None and guard.outdated:
+        if params.req is not None:
+            params.req.skip_radix_cache_insert = True
+        return original(tree, dataclasses.replace(params, key=params.key[:0]))
+    result = original(tree, params)
     if guard is None or not guard.audits or tree.disable or not (guard.armed or guard.ranks > 1):
         return result
     return guard.audited_match(original, tree, params, result)

@@ -12,13 +12,15 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from kvguard.adapters.activation import asked_for, refuse_contents
+from kvguard.adapters.activation import asked_for
 
 SCHEDULER_MODULE = "sglang.srt.managers.scheduler"
 ATTACHED = "_kvguard"
 _MEM = "sglang.srt.mem_cache."
 _PAGED = f"{_MEM}allocator.paged.PagedTokenToKVPoolAllocator."
 _WINDOWS = f"{_MEM}allocator.swa.SWATokenToKVPoolAllocator."
+_REQUEST = "sglang.srt.managers.schedule_batch.Req.__init__"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager."
 _PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor.SchedulerBatchResultProcessor."
 
 
@@ -34,7 +36,6 @@ def register() -> None:
 
     try:
         config = GuardConfig.load()
-        refuse_contents(config, "SGLang")
     except Exception as error:
         # Somebody asked for a guard, and it is not known what should follow without one: nothing starts unguarded.
         emit("not_attached", severity="critical", reason=str(error))
@@ -57,7 +58,7 @@ def register() -> None:
 
 def hooks() -> list[tuple[str, Callable[..., Any], str]]:
     """(target, function, kind of hook) of everything that is hooked."""
-    from kvguard.adapters.sglang import pages, steps, windows
+    from kvguard.adapters.sglang import contents, layout, pages, steps, windows
 
     return [
         (f"{SCHEDULER_MODULE}.Scheduler.__init__", attach, "after"),
@@ -85,6 +86,8 @@ def hooks() -> list[tuple[str, Callable[..., Any], str]]:
         (f"{SCHEDULER_MODULE}.Scheduler.on_idle", steps.before_idle, "before"),
         (f"{_PROCESSOR}process_batch_result_prefill", steps.before_result, "before"),
         (f"{_PROCESSOR}process_batch_result_decode", steps.before_result, "before"),
+        (_REQUEST, contents.after_request, "after"),
+        *((f"{_UPDATER}{name}", contents.before_weights, "before") for name in layout.WEIGHT_CALLS),
     ]
 
 
@@ -131,7 +134,7 @@ def attach(_: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
         scheduler.tp_worker.model_runner,
     ):
         setattr(owner, ATTACHED, guard)
-    limits = limits_of(scheduler.server_args)
+    limits = limits_of(scheduler.server_args, config.level)
     emit("sglang_attached", severity="warning" if limits else "info", version=sglang_version(), not_covered=limits)
 
 

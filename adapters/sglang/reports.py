@@ -4,11 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvguard.adapters.sglang.audit import Audit
-from kvguard.adapters.sglang.books import POOL
+import torch
+
+from kvguard.adapters.sglang.audit import ENTRIES_MAX, Audit
+from kvguard.adapters.sglang.books import POOL, Operation
+from kvguard.adapters.sglang.contents import CONTENT
 from kvguard.adapters.sglang.step_words import PendingStep
 from kvguard.books import Books
 from kvguard.guard import Guard
+from kvguard.kernels.events import TREE
+from kvguard.kernels.torch_events import holds
 from kvguard.kernels.verify_pages import layout
 from kvguard.kernels.verify_slots.layout import FIRST, FIRST_SLOT, FLAGS, WRONG_TOKENS
 from kvguard.violation import Action, Kind, Proof, Violation
@@ -31,13 +36,21 @@ class Reports(Audit):
     _step: int
 
     def _control_violation(
-        self, kind: Kind, page: int, detail: str, enforce: bool, *, pool: str = POOL, request: str | None = None
+        self,
+        kind: Kind,
+        page: int,
+        detail: str,
+        enforce: bool,
+        *,
+        pool: str = POOL,
+        request: str | None = None,
+        proof: Proof = Proof.CONTROL_PLANE,
     ) -> Violation:
         """Write down what was wrong with an allocation, a free or the free list: it has taken effect."""
         return self._host_books.violate(
             Violation(
                 id="",
-                proof=Proof.CONTROL_PLANE,
+                proof=proof,
                 kind=kind,
                 action=self._action(enforce, Action.OBSERVED),
                 pool=pool,
@@ -59,6 +72,10 @@ class Reports(Audit):
         row = int(req.kv.req_pool_idx)
         size = self.books.page_size
         where = self.locate(row, int(req.kv.kv_allocated_len))
+        if not where.found:
+            violation = self._content_violation(pending, req)
+            if violation is not None:
+                return violation
         kind = next((kind for flag, kind in FLAG_KINDS if flags & flag), None)
         column, page = (position // size, entry // size) if position >= 0 else (where.column, where.page)
         if kind is None or (kind is Kind.SPLIT_ENTRY and size == 1):
@@ -81,6 +98,62 @@ class Reports(Audit):
                 row_entries=where.entries,
                 detail="" if where.found else "found by another rank, or gone by the time it was looked for",
             )
+        )
+
+    def _content_violation(self, pending: PendingStep, req: Any) -> Violation | None:
+        """The violation of a row whose pages are all in order and hold, one of them, something else than its own.
+
+        None where no page of the tree does.
+        """
+        books, contents = self.books, self.contents
+        if contents is None or books.page_content is None:
+            return None
+        row, size = int(req.kv.req_pool_idx), books.page_size
+        pages = self.table[row, : int(req.kv.kv_allocated_len) // size * size : size].to(torch.int64) // size
+        own = torch.from_numpy(contents.of_columns(req, 0, pages.shape[0], size)).to(books.device)
+        wrong = torch.nonzero((books.page_owner[pages] == TREE) & ~holds(books.page_content[pages], own)).flatten()
+        if not wrong.shape[0]:
+            return None
+        column = int(wrong[0])
+        page, held = int(pages[column]), books.page_content[pages[column]].tolist()
+        kind, detail = contents.difference(getattr(req, CONTENT, None), (column + 1) * size, held)
+        return self._host_books.violate(
+            Violation(
+                id="",
+                proof=Proof.CONTENT_KEY,
+                kind=kind,
+                action=self._action(pending.enforce, Action.ABORTED),
+                pool=POOL,
+                request=req.rid,
+                step=pending.step,
+                row=row,
+                column=column,
+                page=page,
+                found_tag=int(books.page_tag[page]),
+                owner=self._name(TREE),
+                page_size=size,
+                row_entries=tuple(pages[:ENTRIES_MAX].tolist()),
+                detail=detail,
+            )
+        )
+
+    def _content_event(self, operation: Operation, page: int, at: int, enforce: bool) -> Violation | None:
+        """The violation of a record that was put on a page of other content as it went into the tree.
+
+        None for a hit: its row is flagged in the step that is judged now, and says more.
+        """
+        if operation.subject is None or self.contents is None or self.books.page_content is None:
+            return None
+        req, tokens = operation.subject(at)
+        held = self.books.page_content[page].tolist()
+        kind, detail = self.contents.difference(getattr(req, CONTENT, None), tokens, held)
+        return self._control_violation(
+            kind,
+            page,
+            f"as its record went into the prefix cache, which had the page already; {detail}",
+            enforce,
+            request=req.rid,
+            proof=Proof.CONTENT_KEY,
         )
 
     def _violation_of(self, pending: PendingStep, req: Any, record: Any, writes: Any) -> Violation:

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from kvguard.adapters.sglang.books import EVENT_KINDS, POOL, Operation, TokenBooks
+from kvguard.adapters.sglang.contents import RequestContents
 from kvguard.adapters.sglang.layout import PoolLayout
 from kvguard.adapters.sglang.reports import Reports
 from kvguard.adapters.sglang.step_words import PendingStep, WordStore
 from kvguard.config import GuardConfig
 from kvguard.guard import Guard, GuardHalt
+from kvguard.kernels.events import CONTENT
 from kvguard.kernels.verify_pages import layout
 from kvguard.pools import PoolSpec
 from kvguard.telemetry import Health, emit
@@ -72,6 +74,8 @@ class SchedulerGuard(Reports):
         self._checks = Proof.TAG in self._host_books.proofs
         self._checks_writes = Proof.WRITE_SLOT in self._host_books.proofs
         self._reports_events = Proof.CONTROL_PLANE in self._host_books.proofs
+        if Proof.CONTENT_KEY in self._host_books.proofs:
+            self.contents = RequestContents(self._host_books.hasher, scheduler)
         self._step = 0
         self._in_flight = 0
         self._pending: PendingStep | None = None
@@ -92,6 +96,7 @@ class SchedulerGuard(Reports):
             device=pool.device,
             tags=host.tags,
             key=host.key,
+            contents=Proof.CONTENT_KEY in host.proofs,
         )
 
     # -- what an operator asks ------------------------------------------------------------------------------------
@@ -124,6 +129,18 @@ class SchedulerGuard(Reports):
         """Switch every other proof off: what fault campaigns do, to show what each finds alone."""
         self._checks, self._checks_writes = Proof.TAG in proofs, Proof.WRITE_SLOT in proofs
         self._reports_events = Proof.CONTROL_PLANE in proofs
+        if Proof.CONTENT_KEY not in proofs:
+            self.contents = None
+
+    def weights_change(self) -> None:
+        """New weights: nothing that is cached is taken, until SGLang empties its cache.
+
+        It does so in the same call where it is told to and nobody runs; else at the next idle moment. Requests that
+        hold pages of the old weights have ended by then, and what they published is gone with the rest.
+        """
+        if self.contents is not None:
+            self.contents.epoch += 1
+            self.outdated = True
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -189,7 +206,8 @@ class SchedulerGuard(Reports):
         words = self._words.take(count, len(operations))
         books.run(operations, words.events)
         enforce = host.enforcing
-        if self._checks or self._checks_writes:
+        reads = self._checks or self.contents is not None
+        if reads or self._checks_writes:
             query_start = None
             if not forward.forward_mode.is_decode():
                 query_start = torch.nn.functional.pad(torch.cumsum(forward.extend_seq_lens, 0), (1, 0))
@@ -202,7 +220,7 @@ class SchedulerGuard(Reports):
                 slot_mapping=forward.out_cache_loc,
                 query_start=query_start,
                 writes=words.writes if self._checks_writes else None,
-                reads=self._checks,
+                reads=reads,
             )
         step = self._step = host.step = self._step + 1
         self._in_flight += 1
@@ -300,6 +318,10 @@ class SchedulerGuard(Reports):
                 continue
             if enforce:
                 self.start_audits()
+            if code == CONTENT:
+                found = self._content_event(operation, page, at, enforce)
+                halted = found if found is not None and found.action is Action.HALTED else halted
+                continue
             if not self._reports_events:
                 continue
             violation = self._control_violation(

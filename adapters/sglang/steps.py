@@ -49,13 +49,14 @@ def around_beam(original: Callable[..., Any], coordinator: Any, req: Any, recv_r
 
 
 def before_idle(scheduler: Any) -> None:
-    """Nobody runs: a cache in which something was wrong is emptied, before SGLang counts its pages."""
+    """Nobody runs: a cache in which something was wrong, or that is of other weights, is emptied, before SGLang counts
+    its pages."""
     guard = getattr(scheduler, ATTACHED, None)
-    if guard is None or not (guard.ran or guard.audits) or not (guard.armed or guard.ranks > 1):
+    if guard is None or not (guard.ran or guard.audits or guard.outdated) or not (guard.armed or guard.ranks > 1):
         return
     if not scheduler.is_fully_idle():
         return
     with guard.contained():
         guard.check_free_list()
-    if guard.audits:
+    if guard.audits or guard.outdated:
         scheduler.flush_cache(empty_cache=False)

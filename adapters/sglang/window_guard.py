@@ -53,6 +53,7 @@ class WindowGuard(SchedulerGuard):
             device=pool.device,
             tags=self._host_books.tags,
             key=self._host_books.key,
+            contents=Proof.CONTENT_KEY in self._host_books.proofs,
         )
 
     # -- what changes hands ---------------------------------------------------------------------------------------

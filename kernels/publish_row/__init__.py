@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvguard.kernels.arrays import require_contents
 from kvguard.kernels.backend import token_backend, token_operation
 
 __all__ = ["publish_row"]
@@ -16,6 +17,9 @@ def publish_row(
     new: Any,
     start: int,
     stop: int,
+    content: Any = None,
+    page_content: Any = None,
+    event: Any = None,
     page_tag: Any,
     page_owner: Any,
     page_chain: Any,
@@ -38,18 +42,25 @@ def publish_row(
                    holds now at the first token of columns start - 1 (if start > 0), start .. stop - 1
       page_tag     int64 [num_pages]; 0 = vacant
       key          digest key, 64 bits
+      content      int64 [stop - start, 2] or None: the lanes of the row's own content key at the ends of the columns
     Writes
       page_owner   int64 [num_pages]: -1 for the pages that the tree took from the row
       page_chain   int64 [num_pages]: for those, the digest of the whole path from the root through the page
       digest       int64 [table_rows]: of the row, what it holds now was promised to it
+      page_content int64 [num_pages, 2], given where `content` is: for the pages that the tree took, the lanes of their
+                   columns
+      event        int64 [4], given where `content` is and zeroed by the caller; see `kvguard.kernels.events`. Its place
+                   counts columns from start on
 
     A column's page is taken where the row still holds the page that it held and owns it at that column; elsewhere the
     tree had a page already, the row goes on with that one, and the digest with its chain. What the row's digest is off
     by stays in it and goes into the chain of every page that was taken, so that no adopter of them adds up either. So
     does what stood in a taken page's chain before: another node of the tree names that page (see `retire_pages`), and
     would otherwise be satisfied by what the page is now.
-    Owners and chains are read before any is written. A slot outside of the pool has no page: its term and its chain are
-    0 and nothing is taken; page 0 is never taken either.
+    With `content` a page that takes the place of the row's must hold the row's own content. The first one that does
+    not, unless it is page 0 or outside of the pool, is CONTENT, and SPOILED is added to what the row is off by.
+    Owners, chains and contents are read before any is written. A slot outside of the pool has no page: its term and its
+    chain are 0 and nothing is taken; page 0 is never taken either.
     """
     if page_size < 1:
         raise ValueError(f"page_size must be positive, not {page_size}")
@@ -59,6 +70,9 @@ def publish_row(
         raise ValueError(f"columns {start} .. {stop} are no range")
     if old.shape[0] < stop - start or new.shape[0] != stop - start + (start > 0):
         raise ValueError(f"{old.shape[0]} old and {new.shape[0]} new slots do not fit columns {start} .. {stop}")
+    require_contents(content, page_content, stop - start, page_tag.shape[0])
+    if content is not None and event is None:
+        raise ValueError("with content there must be an event")
     if not page_tag.shape[0] == page_owner.shape[0] == page_chain.shape[0] > 0:
         raise ValueError("page_tag, page_owner and page_chain must have one element per page, and page 0 at least")
     backend = token_backend(page_tag, backend)
@@ -68,6 +82,9 @@ def publish_row(
         new=new,
         start=start,
         stop=stop,
+        content=content,
+        page_content=page_content,
+        event=event,
         page_tag=page_tag,
         page_owner=page_owner,
         page_chain=page_chain,

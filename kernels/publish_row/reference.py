@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvguard.kernels.events import NULL_PAGE, TREE, owner_of
+from kvguard.kernels.events import CONTENT, NULL_PAGE, SPOILED, TREE, owner_of
 from kvguard.kernels.mixing import mix, signed64
 
 Int64 = npt.NDArray[np.int64]
@@ -19,6 +19,9 @@ def publish_row(
     new: Integers,
     start: int,
     stop: int,
+    content: Int64 | None,
+    page_content: Int64 | None,
+    event: Int64 | None,
     page_tag: Int64,
     page_owner: Int64,
     page_chain: Int64,
@@ -37,6 +40,13 @@ def publish_row(
     term = {j: mix(key, j, int(page_tag[page])) if is_page(page) else 0 for j, page in old_page.items()}
     before = int(chain[new_page[start - 1]]) if start > 0 and is_page(new_page[start - 1]) else 0
     error = int(digest[row]) - before - sum(term.values())
+    if content is not None and page_content is not None and event is not None:
+        for j in range(stop - 1, start - 1, -1):
+            page = new_page[j]
+            if is_page(page) and page not in (old_page[j], NULL_PAGE):
+                if not np.array_equal(page_content[page], content[j - start]) or not page_content[page].any():
+                    event[:3] = CONTENT, page, j - start
+        error += SPOILED if event[0] else 0
     run = before
     for j in range(start, stop):
         page = new_page[j]
@@ -44,6 +54,8 @@ def publish_row(
             run += term[j]
             page_chain[page] = signed64(run + error + int(chain[page]))
             page_owner[page] = TREE
+            if content is not None and page_content is not None:
+                page_content[page] = content[j - start]
         else:
             run = int(chain[page]) if is_page(page) else 0
     digest[row] = signed64(run + sum(term[j] for j in old_page if j >= stop) + error)

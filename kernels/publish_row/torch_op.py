@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvguard.kernels.events import NULL_PAGE, TREE, owner_of
+from kvguard.kernels.events import CONTENT, NULL_PAGE, SPOILED, TREE, owner_of
+from kvguard.kernels.torch_events import holds, write_first
 from kvguard.kernels.verify_pages.torch_op import mix_tensor
 
 
@@ -23,6 +24,9 @@ def publish_row(
     new: Tensor,
     start: int,
     stop: int,
+    content: Tensor | None,
+    page_content: Tensor | None,
+    event: Tensor | None,
     page_tag: Tensor,
     page_owner: Tensor,
     page_chain: Tensor,
@@ -47,8 +51,12 @@ def publish_row(
     taken, column = terms[:columns], column[:columns]
     own = inside & old_inside[:columns] & (page == old_page[:columns]) & (page != NULL_PAGE)
     own = own & (page_owner[page] == column + owner_of(row, 0))
-    # The path restarts at each column that is not the row's own: what has been summed up to there is taken off again.
     place = torch.arange(columns, device=page_tag.device)
+    if content is not None and page_content is not None and event is not None:
+        other = inside & (page != NULL_PAGE) & (page != old_page[:columns]) & ~holds(page_content[page], content)
+        write_first(event, torch.where(other, CONTENT, 0), page, place, place)
+        error = error + torch.where(other.any(), SPOILED, 0)
+    # The path restarts at each column that is not the row's own: what has been summed up to there is taken off again.
     summed = torch.where(own, taken, 0).cumsum(0)
     restart = torch.where(own, -1, place).cummax(0).values
     at = restart.clamp(min=0)
@@ -57,4 +65,6 @@ def publish_row(
     target = torch.where(own, page, NULL_PAGE)
     page_chain.index_put_((target,), torch.where(own, run + error + chains, page_chain[NULL_PAGE]))
     page_owner.index_put_((target,), torch.where(own, TREE, page_owner[NULL_PAGE]))
+    if content is not None and page_content is not None:
+        page_content.index_put_((target,), torch.where(own.unsqueeze(1), content, page_content[NULL_PAGE]))
     of_row.copy_(run[-1:] + terms[columns:].sum() + error)

@@ -9,12 +9,24 @@ from torch import Tensor
 
 from kvguard.kernels.arrays import require_dense
 from kvguard.kernels.mixing import signed64
-from kvguard.kernels.triton_events import NULL_PAGE, TREE, floor_divide
+from kvguard.kernels.triton_events import (
+    CONTENT_CODE,
+    LANES,
+    NEVER,
+    NULL_PAGE,
+    SPOILED,
+    TREE,
+    floor_divide,
+    holds_content,
+    write_event,
+)
 from kvguard.kernels.verify_pages.triton_op import mix_terms
 
 BLOCK = 512
 WARPS = 4
-POINTERS = ("old", "new", "page_tag", "page_owner", "page_chain", "digest", "chains")
+POINTERS = (
+    "old", "new", "content", "page_content", "event", "page_tag", "page_owner", "page_chain", "digest", "chains",
+)  # fmt: skip
 SCALARS = ("row", "start", "columns", "count", "old_stride", "new_stride", "num_pages", "key")
 
 
@@ -43,12 +55,30 @@ def _own(old, new, page_owner, place, mask, row, start, old_stride, new_stride, 
     return page, inside, own
 
 
+@triton.jit
+def _first_other(old, new, content, page_content, columns, start, old_stride, new_stride, num_pages,
+                 BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr):  # fmt: skip
+    """The first column whose page took the place of the row's and holds other content; `NEVER` if there is none."""
+    lanes = tl.arange(0, BLOCK).to(tl.int64)
+    ahead = tl.where(start > 0, 1, 0)
+    firsts = tl.full([BLOCK], NEVER, tl.int64)
+    for block in range(0, columns, BLOCK):
+        place = block + lanes
+        mask = place < columns
+        page, inside = _pages(new, place + ahead, new_stride, mask, num_pages, PAGE_SIZE)
+        before, _ = _pages(old, place, old_stride, mask, num_pages, PAGE_SIZE)
+        changed = mask & inside & (page != NULL_PAGE) & (page != before)
+        other = changed & (holds_content(page_content, page, content, place, changed) == 0)
+        firsts = tl.minimum(firsts, tl.where(other, place, NEVER))
+    return tl.min(firsts)
+
+
 @triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=[*POINTERS, *SCALARS])
 def publish_kernel(
-    old, new, page_tag, page_owner, page_chain, digest, chains,
+    old, new, content, page_content, event, page_tag, page_owner, page_chain, digest, chains,
     row: tl.int64, start: tl.int64, columns: tl.int64, count: tl.int64, old_stride: tl.int64, new_stride: tl.int64,
     num_pages: tl.int64, key: tl.int64,
-    BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, CONTENT: tl.constexpr,
 ):  # fmt: skip
     """One program. columns: stop - start; count: of `old`; chains int64 [columns]: room for what is to be written."""
     row, start, key = row.to(tl.int64), start.to(tl.int64), key.to(tl.uint64)
@@ -68,6 +98,15 @@ def publish_kernel(
         terms += term
         rest += tl.where(place >= columns, term, 0)
     error = tl.load(digest + row) - path - tl.sum(terms)
+    if CONTENT:
+        other = _first_other(
+            old, new, content, page_content, columns, start, old_stride, new_stride, num_pages, BLOCK, PAGE_SIZE
+        )
+        if other < NEVER:
+            error += SPOILED
+            ahead = tl.where(start > 0, 1, 0)
+            page, inside = _pages(new, other + ahead, new_stride, other < columns, num_pages, PAGE_SIZE)
+            write_event(event, other * 16 + CONTENT_CODE, page)
     for block in range(0, columns, BLOCK):
         place = block + lanes
         page, inside, own = _own(
@@ -81,8 +120,19 @@ def publish_kernel(
         run += tl.where(began != 0, 0, path)
         tl.store(chains + place, run + error, mask=place < columns)
         path = tl.sum(tl.where(lanes == BLOCK - 1, run, 0))
-    # Owners and chains have all been read by now.
+    # Owners, chains and contents have all been read by now.
     tl.debug_barrier()
+    if CONTENT:
+        # Word by word, in a loop of its own: fewer registers. Owners are still those of before.
+        for block in range(0, columns * LANES, BLOCK):
+            place = (block + lanes) // LANES
+            page, inside, own = _own(
+                old, new, page_owner, place, place < columns, row, start, old_stride, new_stride, num_pages, PAGE_SIZE
+            )
+            lane = (block + lanes) % LANES
+            word = tl.load(content + block + lanes, mask=own, other=0)
+            tl.store(page_content + page * LANES + lane, word, mask=own)
+        tl.debug_barrier()
     for block in range(0, columns, BLOCK):
         place = block + lanes
         page, inside, own = _own(
@@ -97,7 +147,7 @@ def publish_kernel(
 
 INTERPRETED = not isinstance(publish_kernel, triton.JITFunction)
 if INTERPRETED:
-    for _name in ("_pages", "_own"):
+    for _name in ("_pages", "_own", "_first_other"):
         globals()[_name] = globals()[_name].rewrite()
 
 
@@ -108,6 +158,9 @@ def publish_row(
     new: Tensor,
     start: int,
     stop: int,
+    content: Tensor | None,
+    page_content: Tensor | None,
+    event: Tensor | None,
     page_tag: Tensor,
     page_owner: Tensor,
     page_chain: Tensor,
@@ -116,11 +169,15 @@ def publish_row(
     key: int,
 ) -> None:
     """See `kvguard.kernels.publish_row.publish_row` for the contract."""
-    require_dense(page_tag=page_tag, page_owner=page_owner, page_chain=page_chain, digest=digest)
+    require_dense(
+        page_tag=page_tag, page_owner=page_owner, page_chain=page_chain, digest=digest, content=content,
+        page_content=page_content, event=event,
+    )  # fmt: skip
     columns = stop - start
     chains = torch.empty(max(columns, 1), dtype=torch.int64, device=page_tag.device)
     publish_kernel[(1,)](
-        old, new, page_tag, page_owner, page_chain, digest, chains,
+        old, new, page_tag if content is None else content, page_tag if page_content is None else page_content,
+        page_tag if event is None else event, page_tag, page_owner, page_chain, digest, chains,
         row, start, columns, old.shape[0], old.stride(0), new.stride(0), page_tag.shape[0], signed64(key),
-        BLOCK=BLOCK, PAGE_SIZE=page_size, num_warps=WARPS,
+        BLOCK=BLOCK, PAGE_SIZE=page_size, CONTENT=content is not None, num_warps=WARPS,
     )  # fmt: skip

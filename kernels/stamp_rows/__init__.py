@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvguard.kernels.arrays import require_contents
 from kvguard.kernels.backend import token_backend, token_operation
 
 __all__ = ["stamp_rows"]
@@ -17,6 +18,8 @@ def stamp_rows(
     first_delta: int = 0,
     offset: Any = None,
     adopted: Any = None,
+    content: Any = None,
+    page_content: Any = None,
     page_tag: Any,
     page_owner: Any,
     page_chain: Any,
@@ -42,6 +45,10 @@ def stamp_rows(
       adopted      int64 [batch] or None: negative: the row goes on as it was (None: all do); 0: it is fresh, without
                    a prefix; s > 0: it is fresh and its prefix ends in slot s, the chain of whose page is its digest
       page_chain   int64 [num_pages]: digest of the path from the root of the prefix tree through a page
+      content      int64 [batch, 2] or None: the lanes of each row's own content key at the end of its prefix; counts
+                   where adopted > 0
+      page_content int64 [num_pages, 2], given where `content` is: lanes of the content that a page was published with,
+                   0 and 0 for none
       base_tag     token t stamps base_tag + t, wrapping in 64 bits: none of these may be in use, or 0
       key          digest key, 64 bits
     Writes
@@ -58,7 +65,8 @@ def stamp_rows(
 
     A row outside of digest is skipped (OUT_OF_RANGE), as is a prefix whose slot is outside the pool, for a digest of 0.
     Their place is that of the row in the batch, where they come before a problem of a token at the same place; the page
-    of the first is -1.
+    of the first is -1. With `content` a fresh row whose prefix ends in a page of other content than its own, or of
+    none, is CONTENT at the same place: SPOILED is added to what its digest begins with (see `kvguard.kernels.events`).
     """
     batch = rows.shape[0]
     if page_size < 1:
@@ -69,6 +77,7 @@ def stamp_rows(
         raise ValueError("without an offset there is one slot per row of the batch")
     if offset is not None and offset.shape[0] != batch + 1:
         raise ValueError("offset must have one element more than rows")
+    require_contents(content, page_content, batch, page_tag.shape[0])
     if not page_tag.shape[0] == page_owner.shape[0] == page_chain.shape[0] > 0:
         raise ValueError("page_tag, page_owner and page_chain must have one element per page, and page 0 at least")
     backend = token_backend(slots, backend)
@@ -79,6 +88,8 @@ def stamp_rows(
         first_delta=first_delta,
         offset=offset,
         adopted=adopted,
+        content=content,
+        page_content=page_content,
         page_tag=page_tag,
         page_owner=page_owner,
         page_chain=page_chain,

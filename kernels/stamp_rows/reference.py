@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvguard.kernels.events import DOUBLE_ALLOCATION, NO_PAGE, NULL, NULL_PAGE, OUT_OF_RANGE, owner_of
+from kvguard.kernels.events import CONTENT, DOUBLE_ALLOCATION, NO_PAGE, NULL, NULL_PAGE, OUT_OF_RANGE, SPOILED, owner_of
 from kvguard.kernels.mixing import mix, signed64
 
 Int64 = npt.NDArray[np.int64]
@@ -20,6 +20,8 @@ def stamp_rows(
     first_delta: int,
     offset: Integers | None,
     adopted: Int64 | None,
+    content: Int64 | None,
+    page_content: Int64 | None,
     page_tag: Int64,
     page_owner: Int64,
     page_chain: Int64,
@@ -43,6 +45,11 @@ def stamp_rows(
                 problems.append((b, False, OUT_OF_RANGE, page))
             elif adopted[b] > 0:
                 digest[row] = page_chain[page]
+                if content is not None and page_content is not None:
+                    there = page_content[page].tolist()
+                    if there != content[b].tolist() or there == [0, 0]:
+                        digest[row] = signed64(int(digest[row]) + SPOILED)
+                        problems.append((b, False, CONTENT, page))
     opened: dict[int, int] = {}
     for b, row in enumerate(rows.tolist()):
         start = b if offset is None else int(offset[b])

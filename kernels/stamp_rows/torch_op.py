@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvguard.kernels.events import DOUBLE_ALLOCATION, NO_PAGE, NULL, NULL_PAGE, OUT_OF_RANGE
+from kvguard.kernels.events import CONTENT, DOUBLE_ALLOCATION, NO_PAGE, NULL, NULL_PAGE, OUT_OF_RANGE, SPOILED
 from kvguard.kernels.mixing import signed64
 from kvguard.kernels.stamp_rows.host_op import stamp_tokens
-from kvguard.kernels.torch_events import write_first
+from kvguard.kernels.torch_events import holds, write_first
 from kvguard.kernels.verify_pages.torch_op import mix_tensor, on_host
 
 
@@ -23,6 +23,8 @@ def stamp_rows(
     first_delta: int,
     offset: Tensor | None,
     adopted: Tensor | None,
+    content: Tensor | None,
+    page_content: Tensor | None,
     page_tag: Tensor,
     page_owner: Tensor,
     page_chain: Tensor,
@@ -58,7 +60,13 @@ def stamp_rows(
         fresh = known & (adopted >= 0)
         prefix = torch.div(adopted, page_size, rounding_mode="floor")
         outside = fresh & (prefix >= pages)
-        chain = torch.where((adopted > 0) & ~outside, page_chain[prefix.clamp(0, pages - 1)], 0)
+        ends = (adopted > 0) & ~outside
+        chain = torch.where(ends, page_chain[prefix.clamp(0, pages - 1)], 0)
+        if content is not None and page_content is not None:
+            other = fresh & ends & ~holds(page_content[prefix.clamp(0, pages - 1)], content)
+            chain = chain + torch.where(other, SPOILED, 0)
+            row_codes = torch.where(other, CONTENT, row_codes)
+            row_pages = torch.where(other, prefix, row_pages)
         target = torch.where(fresh, rows, 0)
         digest.index_add_(0, target, torch.where(fresh, chain - digest[target], 0))
         row_codes = torch.where(outside, OUT_OF_RANGE, row_codes)

@@ -14,14 +14,17 @@ from torch import Tensor
 from kvguard.kernels.arrays import require_dense
 from kvguard.kernels.mixing import signed64
 from kvguard.kernels.triton_events import (
+    CONTENT_CODE,
     DOUBLE_ALLOCATION,
     NEVER,
     NO_PAGE,
     NULL,
     NULL_PAGE,
     OUT_OF_RANGE,
+    SPOILED,
     first_problem,
     floor_divide,
+    holds_content,
     note_problem,
     rank_of,
     write_event,
@@ -31,7 +34,8 @@ from kvguard.kernels.verify_pages.triton_op import mix_terms
 BLOCK = 256
 WARPS = 4
 POINTERS = (
-    "slots", "rows", "first", "offset", "adopted", "page_tag", "page_owner", "page_chain", "digest", "event",
+    "slots", "rows", "first", "offset", "adopted", "content", "page_content", "page_tag", "page_owner", "page_chain",
+    "digest", "event",
 )  # fmt: skip
 SCALARS = ("batch", "tokens", "table_rows", "num_pages", "first_delta", "base_tag", "key")
 
@@ -57,8 +61,8 @@ def _stamp(token, opens, slot, row, column, page_tag, page_owner, num_pages, bas
 
 
 @triton.jit
-def _begin(digest, adopted, page_chain, row, b, mask, num_pages, table_rows, ADOPTS: tl.constexpr,
-           PAGE_SIZE: tl.constexpr):  # fmt: skip
+def _begin(digest, adopted, content, page_content, page_chain, row, b, mask, num_pages, table_rows,
+           ADOPTS: tl.constexpr, CONTENT: tl.constexpr, PAGE_SIZE: tl.constexpr):  # fmt: skip
     """Which rows there are, which of them are fresh, the digests that these begin with, and ranks."""
     known = mask & (row >= 0) & (row < table_rows)
     codes = tl.where(mask & (known == 0), OUT_OF_RANGE, 0)
@@ -68,18 +72,23 @@ def _begin(digest, adopted, page_chain, row, b, mask, num_pages, table_rows, ADO
         prefix = tl.load(adopted + b, mask=mask, other=-1)
         fresh = known & (prefix >= 0)
         outside = fresh & (prefix // PAGE_SIZE >= num_pages)
-        begin = tl.load(page_chain + prefix // PAGE_SIZE, mask=fresh & (prefix > 0) & (outside == 0), other=0)
+        ends = fresh & (prefix > 0) & (outside == 0)
+        begin = tl.load(page_chain + prefix // PAGE_SIZE, mask=ends, other=0)
         codes = tl.where(outside, OUT_OF_RANGE, codes)
+        if CONTENT:
+            other = ends & (holds_content(page_content, prefix // PAGE_SIZE, content, b, ends) == 0)
+            begin += tl.where(other, SPOILED, 0)
+            codes = tl.where(other, CONTENT_CODE, codes)
     return known, fresh, begin, rank_of(b, 0, codes)
 
 
 # One binary, however the arrays are aligned and whatever the numbers are.
 @triton.jit(do_not_specialize=SCALARS, do_not_specialize_on_alignment=[*POINTERS, *SCALARS])
 def stamp_kernel(
-    slots, rows, first, offset, adopted, page_tag, page_owner, page_chain, digest, event,
+    slots, rows, first, offset, adopted, content, page_content, page_tag, page_owner, page_chain, digest, event,
     batch: tl.int64, tokens: tl.int64, table_rows: tl.int64, num_pages: tl.int64, first_delta: tl.int64,
     base_tag: tl.int64, key: tl.int64,
-    BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, DECODE: tl.constexpr, ADOPTS: tl.constexpr,
+    BLOCK: tl.constexpr, PAGE_SIZE: tl.constexpr, DECODE: tl.constexpr, ADOPTS: tl.constexpr, CONTENT: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of rows) for DECODE, else (rows)."""
     program = tl.program_id(0).to(tl.int64)
@@ -90,8 +99,9 @@ def stamp_kernel(
         mask = b < batch
         row = tl.load(rows + b, mask=mask, other=0)
         known, fresh, begin, ranks = _begin(
-            digest, adopted, page_chain, row, b, mask, num_pages, table_rows, ADOPTS, PAGE_SIZE
-        )
+            digest, adopted, content, page_content, page_chain, row, b, mask, num_pages, table_rows, ADOPTS, CONTENT,
+            PAGE_SIZE,
+        )  # fmt: skip
         position = tl.load(first + b, mask=mask, other=0).to(tl.int64) + first_delta
         opens = known & (position >= 0) & (position % PAGE_SIZE == 0)
         slot = tl.load(slots + b, mask=opens, other=0).to(tl.int64)
@@ -106,8 +116,9 @@ def stamp_kernel(
         b = program
         row = tl.load(rows + b)
         known, fresh, begin, rank = _begin(
-            digest, adopted, page_chain, row, b, b < batch, num_pages, table_rows, ADOPTS, PAGE_SIZE
-        )
+            digest, adopted, content, page_content, page_chain, row, b, b < batch, num_pages, table_rows, ADOPTS,
+            CONTENT, PAGE_SIZE,
+        )  # fmt: skip
         if known:
             from_token = tl.load(offset + b).to(tl.int64)
             stop = tl.minimum(tl.load(offset + b + 1).to(tl.int64), tokens)
@@ -158,6 +169,8 @@ def stamp_rows(
     first_delta: int,
     offset: Tensor | None,
     adopted: Tensor | None,
+    content: Tensor | None,
+    page_content: Tensor | None,
     page_tag: Tensor,
     page_owner: Tensor,
     page_chain: Tensor,
@@ -173,11 +186,13 @@ def stamp_rows(
         return
     require_dense(
         slots=slots, rows=rows, first=first, offset=offset, adopted=adopted, page_tag=page_tag, page_owner=page_owner,
-        page_chain=page_chain, digest=digest, event=event,
+        page_chain=page_chain, digest=digest, event=event, content=content, page_content=page_content,
     )  # fmt: skip
     stamp_kernel[(-(-batch // BLOCK) if offset is None else batch,)](
         slots, rows, first, rows if offset is None else offset, rows if adopted is None else adopted,
+        rows if content is None else content, rows if page_content is None else page_content,
         page_tag, page_owner, page_chain, digest, event,
         batch, slots.shape[0], digest.shape[0], page_tag.shape[0], first_delta, signed64(base_tag), signed64(key),
-        BLOCK=BLOCK, PAGE_SIZE=page_size, DECODE=offset is None, ADOPTS=adopted is not None, num_warps=WARPS,
+        BLOCK=BLOCK, PAGE_SIZE=page_size, DECODE=offset is None, ADOPTS=adopted is not None,
+        CONTENT=content is not None and adopted is not None, num_warps=WARPS,
     )  # fmt: skip

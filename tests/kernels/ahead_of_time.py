@@ -50,13 +50,13 @@ TOKEN_ROWS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "verify_rows, pages": _verify_rows(64),
     "verify_rows, pages, only observed": _verify_rows(64, ENFORCE=False, SLOTS=0, WRITES=False),
     "stamp_rows, decode": (
-        stamp_op, stamp_op.stamp_kernel, {"PAGE_SIZE": 64, "DECODE": True, "ADOPTS": False}
+        stamp_op, stamp_op.stamp_kernel, {"PAGE_SIZE": 64, "DECODE": True, "ADOPTS": False, "CONTENT": False}
     ),
     "stamp_rows, prompts": (
-        stamp_op, stamp_op.stamp_kernel, {"PAGE_SIZE": 64, "DECODE": False, "ADOPTS": True}
+        stamp_op, stamp_op.stamp_kernel, {"PAGE_SIZE": 64, "DECODE": False, "ADOPTS": True, "CONTENT": False}
     ),
     "stamp_rows, prompts of tokens": (
-        stamp_op, stamp_op.stamp_kernel, {"PAGE_SIZE": 1, "DECODE": False, "ADOPTS": True}
+        stamp_op, stamp_op.stamp_kernel, {"PAGE_SIZE": 1, "DECODE": False, "ADOPTS": True, "CONTENT": False}
     ),
     "retire_pages": (
         retire_op, retire_op.retire_kernel, {"DIVISOR": 1, "LOOKS": True, "CLEARS": True, "HOLDERS": True}
@@ -67,7 +67,11 @@ TOKEN_ROWS: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "retire_pages, tokens, second": (
         retire_op, retire_op.retire_kernel, {"DIVISOR": 64, "LOOKS": False, "CLEARS": True, "HOLDERS": False}
     ),
-    "publish_row": (publish_op, publish_op.publish_kernel, {"PAGE_SIZE": 64}),
+    "stamp_rows, prompts with contents": (
+        stamp_op, stamp_op.stamp_kernel, {"PAGE_SIZE": 64, "DECODE": False, "ADOPTS": True, "CONTENT": True}
+    ),
+    "publish_row": (publish_op, publish_op.publish_kernel, {"PAGE_SIZE": 64, "CONTENT": False}),
+    "publish_row, contents": (publish_op, publish_op.publish_kernel, {"PAGE_SIZE": 64, "CONTENT": True}),
 }  # fmt: skip
 NARROW_POINTERS = ("table", "lengths", "first", "offset", "old", "new")
 """Those of the operations on token rows that are int32 in a usual engine."""

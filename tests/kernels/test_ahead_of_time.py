@@ -20,6 +20,8 @@ HOT_REGISTERS_MAX = 96
 """The same for the variant that a usual engine gets, int32 tables without split pages: five programs, 20 warps."""
 TOKEN_ROWS_REGISTERS_MAX = 80
 """The operations on token rows, which are told all they need to know in their arguments: six programs, 24 warps."""
+ONE_PROGRAM_REGISTERS_MAX = {"publish_row, contents": 96}
+"""Of those, what is launched as one program only: nothing waits for room beside it."""
 WIDE_LOADS = {
     "cuda": {"int32": "ld.global.v4.b32", "int64": "ld.global.v2.b64"},
     "hip": {"int32": "global_load_dwordx4", "int64": "global_load_dwordx4"},
@@ -37,15 +39,17 @@ def test_the_kernels_compile_without_spills_and_read_16_bytes_at_a_time(target: 
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert len(found) == 16
+    assert len(found) == 18
     for variant, used in found.items():
         print(target, variant, used)
         assert used["spilled"] == 0 and used["stack_bytes"] == 0, (variant, used)
         assert 0 < used["registers"] <= REGISTERS_MAX, (variant, used)
     assert found["int32"]["registers"] <= HOT_REGISTERS_MAX
     token_rows = [variant for variant in found if variant.partition(",")[0].endswith(("_row", "_rows", "_pages"))]
-    assert len(token_rows) == 10
-    assert all(found[variant]["registers"] <= TOKEN_ROWS_REGISTERS_MAX for variant in token_rows)
+    assert len(token_rows) == 12
+    for variant in token_rows:
+        bound = ONE_PROGRAM_REGISTERS_MAX.get(variant, TOKEN_ROWS_REGISTERS_MAX)
+        assert found[variant]["registers"] <= bound, (variant, found[variant])
     for variant, load in WIDE_LOADS[target.partition(":")[0]].items():
         # AMD's compiler reads neighbouring words of a descriptor together, too: count them where the rows are not.
         wide, narrow = found[variant]["loads"].get(load, 0), found["int32, any strides"]["loads"].get(load, 0)

@@ -6,27 +6,88 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from kvguard.kernels.events import ANYBODY, CODE, DOUBLE_ALLOCATION, PAGE
+from kvguard.kernels.events import ANYBODY, CODE, CONTENT, DOUBLE_ALLOCATION, PAGE
 from tests.kernels.token_row_cases import PAGE_SIZES
 from tests.kernels.token_row_history import Engine
 
 BACKENDS = ("numpy", "torch")
 
 
+@pytest.mark.parametrize("contents", [False, True])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_healthy_histories_are_never_flagged(backend: str) -> None:
+def test_healthy_histories_are_never_flagged(backend: str, contents: bool) -> None:
     """Prompts, decode, publications, prefixes, evictions and ends in any order: no event, no flag."""
 
     @given(st.integers(0, 2**32 - 1), st.sampled_from(PAGE_SIZES))
     @settings(max_examples=40, deadline=None)
     def check(seed: int, page_size: int) -> None:
-        engine = Engine(backend=backend, page_size=page_size, seed=seed)
+        engine = Engine(backend=backend, page_size=page_size, seed=seed, contents=contents)
         for _ in range(40):
             engine.step()
             assert not engine.event.any()
             assert not engine.flagged() if engine.live else True
 
     check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hit_on_a_sound_path_of_other_content_is_flagged_for_whoever_has_it(backend: str) -> None:
+    """After any history: another path of the same length, all of whose pages are alive, current and the tree's."""
+
+    @given(st.integers(0, 2**32 - 1), st.sampled_from(PAGE_SIZES), st.integers(0, 2**32 - 1))
+    @settings(max_examples=40, deadline=None)
+    def check(seed: int, page_size: int, flipped: int) -> None:
+        engine = Engine(backend=backend, page_size=page_size, seed=seed, contents=True)
+        for _ in range(25):
+            engine.step()
+        paths = [path for path in engine.tree if len(path) < engine.pages_max]
+        assume(paths)
+        path = engine.random.choice(paths)
+        if len(engine.live) == len(engine.table):
+            engine.finish(engine.random.choice(list(engine.live)))
+        row = next(row for row in range(len(engine.table)) if row not in engine.live)
+        assume(engine.tree.get(path) is not None and len(engine.free) > 1)
+        own = list(path)
+        own[flipped % len(own)] ^= 1
+        engine.admit(row, path, 1, says=tuple(own))
+        assert engine.event.tolist() == [CONTENT, engine.tree[path], 0, 0]
+        assert engine.flagged() == {row}
+
+    check()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_record_that_is_put_on_pages_of_other_content_is_flagged_and_so_is_who_adopts_from_it(backend: str) -> None:
+    """The tree takes the row's second page for one that it has, and the third for new; the others have done nothing."""
+    engine = Engine(backend=backend, page_size=2, seed=1, contents=True)
+    engine.admit(0, (), 4)
+    engine.publish(0)
+    (path,) = [path for path in engine.tree if len(path) == 2]
+    engine.admit(1, (), 0, says=(path[0], 1 - path[1], 0))
+    engine.extend({1: 6}, {})
+    wrong = engine.tree[path]
+    engine.tree[path[0], 1 - path[1]] = wrong
+    engine.publish(1)
+    assert engine.event.tolist() == [CONTENT, wrong, 1, 0]
+    engine.event[:] = 0
+    engine.admit(2, (path[0], 1 - path[1], 0), 1)
+    engine.admit(3, path, 1)
+    assert engine.flagged() == {1, 2}
+    assert not engine.event.any()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_pages_of_which_nothing_was_said_are_nobodys(backend: str) -> None:
+    """A publisher that said nothing of itself shares nothing."""
+    engine = Engine(backend=backend, page_size=2, seed=1, contents=True)
+    engine.admit(0, (), 4)
+    engine.publish(0)
+    (path,) = [path for path in engine.tree if len(path) == 2]
+    engine.books["page_content"][engine.tree[path]] = 0
+    engine.admit(1, path[:1], 1)
+    engine.admit(2, path, 1)
+    assert engine.event.tolist() == [CONTENT, engine.tree[path], 0, 0]
+    assert engine.flagged() == {2}
 
 
 @pytest.mark.parametrize("theft", ["retired", "restamped"])

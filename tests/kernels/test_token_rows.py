@@ -13,11 +13,13 @@ import kvguard.kernels.stamp_rows.torch_op as stamp_torch
 import kvguard.kernels.verify_rows.torch_op as verify_torch
 from kvguard.kernels.events import (
     ANYBODY,
+    CONTENT,
     DOUBLE_ALLOCATION,
     DOUBLE_FREE,
     FREE_UNOWNED,
     NULL,
     OUT_OF_RANGE,
+    SPOILED,
     TREE,
     owner_of,
 )
@@ -219,6 +221,48 @@ def test_columns_that_do_not_fit_are_refused(changes: Arguments) -> None:
     for backend in ("numpy", "torch"):
         with pytest.raises(ValueError):
             require_equal("publish_row", sound_publish(**changes), backend)
+
+
+@pytest.mark.parametrize("changes", [
+    {"content": None}, {"page_content": None}, {"event": None}, {"content": np.zeros((2, 2), np.int64)},
+    {"page_content": np.zeros((10, 3), np.int64)},
+])  # fmt: skip
+def test_contents_that_do_not_fit_are_refused(changes: Arguments) -> None:
+    """Before anything is changed: two lanes for each column and page, and somewhere to say what is wrong."""
+    contents = {"content": np.ones((3, 2), np.int64), "page_content": np.ones((10, 2), np.int64)}
+    arguments = sound_publish(event=np.zeros(4, np.int64), **contents)
+    left = require_equal("publish_row", arguments, "torch")
+    assert not left["event"].any(), "the case that is changed below"
+    for backend in ("numpy", "torch"):
+        with pytest.raises(ValueError, match=r"content|event"):
+            require_equal("publish_row", arguments | changes, backend)
+    if "event" not in changes:
+        batch = {name: array if name == "page_content" else array[:2] for name, array in contents.items()}
+        books = {"page_content": np.ones((6, 2), np.int64)}
+        changed = {name: None if array is None else array[:1] for name, array in changes.items()}
+        with pytest.raises(ValueError, match="content"):
+            require_equal("stamp_rows", stamp(**(batch | books | changed)), "torch")
+
+
+def test_a_page_takes_the_place_of_the_rows_only_with_the_content_of_the_row() -> None:
+    """Lanes and event by hand; the error is in every chain that the row adds, and in its digest."""
+    contents = {"content": int64([[1, 2], [3, 4], [5, 6]]), "page_content": np.zeros((10, 2), np.int64)}
+    for there, wrong in (([3, 4], 0), ([3, 5], SPOILED), ([2, 4], SPOILED), ([0, 0], SPOILED)):
+        contents["page_content"][6] = there
+        left = require_equal("publish_row", sound_publish(event=np.zeros(4, np.int64), **contents), "torch")
+        assert left["event"].tolist() == ([CONTENT, 6, 1, 0] if wrong else [0] * 4)
+        assert left["page_content"][[2, 4, 6]].tolist() == [[1, 2], [5, 6], there]
+        assert left["digest"][1] == signed64(2000 + mix(KEY, 3, 14) + mix(KEY, 4, 15) + wrong)
+        assert left["page_chain"][4] == signed64(2000 + mix(KEY, 3, 14) + wrong)
+
+
+def test_a_prefix_of_other_content_spoils_the_row_that_begins_with_it() -> None:
+    """What the page was published with against what the row says that it is."""
+    for there, wrong in (([7, -8], 0), ([7, 8], SPOILED), ([-7, -8], SPOILED), ([0, 0], SPOILED)):
+        contents = {"content": int64([[0, 0], [7, -8]]), "page_content": int64([[0, 0]] * 5 + [there])}
+        left = require_equal("stamp_rows", stamp(**contents), "torch")
+        assert left["event"].tolist() == ([CONTENT, 5, 1, 0] if wrong else [0] * 4)
+        assert left["digest"][2] == signed64(55 + mix(KEY, 1, 105) + wrong)
 
 
 VERIFIED_WRONG: dict[str, tuple[int, int, int]] = {

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from types import ModuleType
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 
 import tests.kernels.interpreted  # noqa: F401 -- before anything imports Triton
-from kvguard.kernels.events import DOUBLE_ALLOCATION
+from kvguard.kernels.events import CONTENT, DOUBLE_ALLOCATION
 from kvguard.kernels.publish_row import triton_op as publish_op
 from kvguard.kernels.retire_pages import triton_op as retire_op
 from kvguard.kernels.stamp_rows import triton_op as stamp_op
@@ -26,6 +27,7 @@ from tests.kernels.token_row_cases import (
     repeated_page,
     require_equal,
     shared_table_row,
+    sound_publish,
 )
 from tests.kernels.token_row_history import Engine
 
@@ -111,9 +113,18 @@ def test_what_depends_on_the_order_in_a_launch_is_as_in_the_oracle(monkeypatch: 
         assert found["event"].tolist()[:3] == [DOUBLE_ALLOCATION, 1, 0], "where it was given for the first time"
 
 
-def test_an_engine_in_small_on_triton() -> None:
+def test_a_page_of_which_nothing_was_said_is_nobodys_in_triton() -> None:
+    """Not even of a row that is said to be nothing at that column."""
+    contents = {"content": np.zeros((3, 2), np.int64), "page_content": np.zeros((10, 2), np.int64)}
+    with interpreting():
+        left = require_equal("publish_row", sound_publish(event=np.zeros(4, np.int64), **contents), "triton")
+    assert left["event"].tolist() == [CONTENT, 6, 1, 0]
+
+
+@pytest.mark.parametrize("contents", [False, True])
+def test_an_engine_in_small_on_triton(contents: bool) -> None:
     """One healthy history."""
-    engine = Engine(backend="triton", page_size=2, seed=3)
+    engine = Engine(backend="triton", page_size=2, seed=3, contents=contents)
     with interpreting():
         for _ in range(40):
             engine.step()

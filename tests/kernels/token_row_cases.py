@@ -93,6 +93,12 @@ def books(random: np.random.Generator, pages: int, rows: int, zeros: float = 0.3
     }
 
 
+def contents(random: np.random.Generator, pages: int, count: int) -> dict[str, Int64]:
+    """What pages hold and what so many rows or columns are: of few kinds, so that they are often the same."""
+    kinds = int64([[0, 0], [0, 5], [5, 0], [5, 7], [-(2**63), -1]])
+    return {"page_content": random.choice(kinds, pages), "content": random.choice(kinds, count)}
+
+
 def odd_slots(random: np.random.Generator, count: int, pages: int, page_size: int) -> Int64:
     """Slots, every few of them in the null page, just outside of the pool, or far outside."""
     end = pages * page_size
@@ -136,6 +142,8 @@ def _stamp_call(random: np.random.Generator, page_size: int, pages: int, rows: i
     slots = odd_slots(random, int(offset[-1]), pages, page_size)
     event = np.zeros(EVENT_WORDS, np.int64)
     arrays = books(random, pages, rows, zeros=random.choice([0.5, 1.0]))
+    if random.random() < 0.6:
+        arrays |= contents(random, pages, batch)
     return arrays | {
         "slots": slots.astype(_integers(random)),
         "rows": listed,
@@ -184,6 +192,8 @@ def _publish_call(random: np.random.Generator, page_size: int, pages: int, rows:
         if random.random() < 0.8 and 0 <= page < pages:
             arrays["page_owner"][page] = owner_of(row, j)
     kind, gap = _integers(random), int(random.integers(3))
+    if random.random() < 0.6:
+        arrays |= contents(random, pages, stop - start) | {"event": np.zeros(EVENT_WORDS, np.int64)}
     return arrays | {
         "row": row,
         "old": gapped(old.astype(kind), gap),

@@ -5,6 +5,7 @@ Its records are plain Python; only slots, rows and lengths reach the operations,
 
 from __future__ import annotations
 
+import hashlib
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,10 +30,18 @@ class Request:
     shared: int = 0
 
 
-class Engine:
-    """Rows, a free list, a tree of whole pages by what they say, and the books."""
+def lanes_of(path: Path) -> list[int]:
+    """Two words that stand for everything up to a page's end."""
+    digest = hashlib.blake2b(bytes(path), digest_size=16).digest()
+    return [int.from_bytes(digest[at : at + 8], "little", signed=True) for at in (0, 8)]
 
-    def __init__(self, *, backend: str, page_size: int, seed: int, pages: int = 24, rows: int = 4) -> None:
+
+class Engine:
+    """Rows, a free list, a tree of whole pages by what they say, and the books, with `contents` also of that."""
+
+    def __init__(
+        self, *, backend: str, page_size: int, seed: int, pages: int = 24, rows: int = 4, contents: bool = False
+    ) -> None:
         self.backend, self.page_size, self.random = backend, page_size, random.Random(seed)
         self.pages_max = 5
         self.free = list(range(1, pages))
@@ -41,6 +50,9 @@ class Engine:
         self.next_tag = 2**63 - 40  # wraps in most histories
         self.books = {name: np.zeros(pages, np.int64) for name in ("page_tag", "page_owner", "page_chain")}
         self.books["digest"] = np.arange(rows, dtype=np.int64) * 7  # whatever an earlier request left
+        self.contents = contents
+        if contents:
+            self.books["page_content"] = np.full((pages, 2), 3, np.int64)
         self.table = np.zeros((rows, self.pages_max * page_size + 1), np.int32)
         self.event = np.zeros(EVENT_WORDS, np.int64)
 
@@ -49,9 +61,12 @@ class Engine:
         arrays: Arguments = {
             name: np.array(value, np.int64) if isinstance(value, list) else value for name, value in arguments.items()
         } | self.books
-        if operation in ("stamp_rows", "retire_pages"):
+        if operation in ("stamp_rows", "retire_pages") or (operation == "publish_row" and self.contents):
             arrays["event"] = self.event
-        unused = {"retire_pages": ("digest",), "verify_rows": ("page_owner", "page_chain")}.get(operation, ())
+        unused = {
+            "retire_pages": ("digest", "page_content"),
+            "verify_rows": ("page_owner", "page_chain", "page_content"),
+        }.get(operation, ())
         if self.backend != "numpy":
             arrays = {
                 name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
@@ -62,10 +77,11 @@ class Engine:
 
     def extend(self, given: dict[int, int], fresh: dict[int, int] | None = None) -> None:
         """Rows get so many tokens more; `fresh` rows begin with a prefix of so many columns that they hold already."""
-        slots, rows, first, offset, adopted = [], list(given), [], [0], []
+        slots, rows, first, offset, adopted, paths = [], list(given), [], [0], [], []
         for row, count in given.items():
             request = self.live[row]
             first.append(request.tokens)
+            paths.append(tuple(request.says[: len(request.pages)]))
             adopted.append(-1)
             if fresh is not None and row in fresh:
                 adopted[-1] = request.tokens and request.pages[-1] * self.page_size + self.page_size - 1
@@ -73,7 +89,8 @@ class Engine:
                 position = request.tokens
                 if position % self.page_size == 0:
                     request.pages.append(self.free.pop(self.random.randrange(len(self.free))))
-                    request.says.append(self.random.randrange(2))
+                    if len(request.says) < len(request.pages):
+                        request.says.append(self.random.randrange(2))
                 slot = request.pages[-1] * self.page_size + position % self.page_size
                 self.table[row, position] = slot
                 slots.append(slot)
@@ -85,14 +102,20 @@ class Engine:
             slots=slots, rows=rows, first=[position + 1 for position in first] if decode else first,
             first_delta=-1 if decode else 0, offset=None if decode else offset,
             adopted=adopted if fresh is not None else None,
-            page_size=self.page_size, base_tag=self.next_tag, key=KEY,
+            page_size=self.page_size, base_tag=self.next_tag, key=KEY, **self.content_of(paths),
         )  # fmt: skip
         self.next_tag += len(slots)
         self.next_tag -= (self.next_tag >> 63) << 64
 
-    def admit(self, row: int, path: Path = (), tokens: int = 0) -> None:
-        """A request on a free row, with the tree's pages along `path`."""
-        request = Request(list(path), [self.tree[path[: j + 1]] for j in range(len(path))])
+    def content_of(self, paths: list[Path]) -> dict[str, Int64]:
+        """What the rows or columns are, if that is kept."""
+        if not self.contents:
+            return {}
+        return {"content": np.array([lanes_of(path) for path in paths], np.int64).reshape(-1, 2)}
+
+    def admit(self, row: int, path: Path = (), tokens: int = 0, says: Path | None = None) -> None:
+        """A request on a free row, with the tree's pages along `path`; `says`: what it is itself, if not that."""
+        request = Request(list(path if says is None else says), [self.tree[path[: j + 1]] for j in range(len(path))])
         request.tokens, request.shared = len(path) * self.page_size, len(path)
         self.table[row, : request.tokens] = self.slots_of(request.pages)
         self.live[row] = request
@@ -119,6 +142,7 @@ class Engine:
         self.call(
             "publish_row",
             row=row, old=old_slots, new=new, start=start, stop=stop, page_size=self.page_size, key=KEY,
+            **self.content_of([tuple(request.says[: j + 1]) for j in range(start, stop)]),
         )  # fmt: skip
         request.shared = stop
         self.retire(spare, row + 1)

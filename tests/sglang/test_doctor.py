@@ -47,6 +47,13 @@ def test_a_sound_environment_passes_and_names_its_limits() -> None:
     assert {"sglang version", "sglang plug-in", "sglang hooks"} <= fine
 
 
+def test_level_keys_is_one_that_sglang_can_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exit 0, with the level among the findings."""
+    monkeypatch.setenv("KVGUARD_LEVEL", "keys")
+    code, findings, output = run("--engine", "sglang")
+    assert code == 0 and failed(findings) == [] and "level keys" in output
+
+
 @pytest.mark.parametrize(("allowed", "code"), [("cputest", 1), ("cputest, kvguard", 0), ("none", 1), ("kvguard", 0)])
 def test_a_list_that_leaves_the_plug_in_out(allowed: str, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Exit 1, and what to add; SGLang itself would start without a word."""

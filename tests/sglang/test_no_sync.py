@@ -31,6 +31,7 @@ from tests.sglang.scenarios import assert_clean, at_step, send
 from tests.waiting import Recorder
 
 DEVICES = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
+CONTENTS = pytest.mark.parametrize("contents", [False, True], ids=["tags", "keys"])
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
 TORCH = torch.__path__[0]
 GUARD = ("/adapters/sglang/", "/kernels/", "/kvguard/staging.py", "/kvguard/guard.py")
@@ -88,6 +89,20 @@ def without_the_ways_for_host_memory() -> Iterator[None]:
 @on(max_total_tokens=640, schedule_conservativeness=0.05)
 def test_a_real_scheduler_is_never_waited_for(engine: Engine, page_size: int, overlap: bool) -> None:
     """Every torch call of the guard in healthy traffic with chunks, hits, evictions and retraction."""
+    never_waited_for(engine)
+
+
+@LOOPS
+@pytest.mark.parametrize("page_size", [1, 16])
+@on(environment={"KVGUARD_LEVEL": "keys"}, max_total_tokens=640, schedule_conservativeness=0.05)
+def test_nor_is_it_for_content_keys(engine: Engine, page_size: int, overlap: bool) -> None:
+    """The same at level keys: what requests are made of is hashed on the host, from what the host has."""
+    never_waited_for(engine)
+    assert (engine.guard.books.page_content != 0).any()
+
+
+def never_waited_for(engine: Engine) -> None:
+    """Traffic; see above."""
     recorder = GuardRecorder()
 
     def scenario(engine: Engine) -> Client:
@@ -138,20 +153,25 @@ def test_the_recorder_sees_what_it_is_there_for(engine: Engine) -> None:
     assert run(lambda slots: None) == []
 
 
-def a_step(device: str) -> None:
+def a_step(device: str, contents: bool) -> None:
     """What a prefill, a decode step, a publication, frees and an emptied cache enqueue, on this device."""
     size, rows = 16, 4
-    books = TokenBooks(num_pages=64, page_size=size, rows=rows + 2, device=device, tags=TagCounter(1), key=12345)
+    books = TokenBooks(
+        num_pages=64, page_size=size, rows=rows + 2, device=device, tags=TagCounter(1), key=12345, contents=contents
+    )
+    own = torch.ones((rows, 2), dtype=torch.int64, device=device) if contents else None
     table = torch.zeros((rows + 2, 128), dtype=torch.int32, device=device)
     tokens = torch.arange(size, size + rows * 32, device=device)
     at = torch.arange(rows, device=device)
     offset = torch.arange(rows + 1, device=device) * 32
-    books.stamp(tokens, at, torch.zeros_like(at), offset=offset, adopted=torch.cat([books.no_prefix] * rows))
+    fresh = torch.cat([books.no_prefix] * rows)
+    books.stamp(tokens, at, torch.zeros_like(at), offset=offset, adopted=fresh, content=own)
     books.stamp(tokens[:rows], at, torch.full_like(at, 33))
     place = books.reserve()
     books.retire(tokens[:3] // size, ((1, 3),))
     books.retire(tokens[:4] // size, ((1, 2), (-1, 2)))
-    books.publish(place, row=1, start=1, stop=2, old=tokens[:2], new=tokens[:2])
+    content = None if own is None else own[:1]
+    books.publish(place, row=1, start=1, stop=2, old=tokens[:2], new=tokens[:2], content=content)
     found = torch.zeros((len(books) + rows, 4), dtype=torch.int64, device=device)
     books.run(books.take(), list(found[rows:]))
     for query_start, slots in ((offset, tokens), (None, tokens[:rows])):
@@ -168,8 +188,9 @@ def a_step(device: str) -> None:
     books.run(books.take(), list(found[rows:]))
 
 
+@CONTENTS
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_value_is_read_by_the_books(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_value_is_read_by_the_books(device: str, contents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over tensors without values, and under the sync debug mode of a GPU."""
     if device == "meta":
         # Uploads of the host's own numbers.
@@ -179,27 +200,34 @@ def test_no_value_is_read_by_the_books(device: str, monkeypatch: pytest.MonkeyPa
                 upload=lambda host: torch.empty(len(host), dtype=torch.int64, device=device)
             ),
         )
-        a_step(device)
+        a_step(device, contents)
         return
-    a_step(device)  # compiled and allocated
+    a_step(device, contents)  # compiled and allocated
     torch.cuda.set_sync_debug_mode("error")
     try:
-        a_step(device)
+        a_step(device, contents)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@CONTENTS
 @pytest.mark.parametrize("device", DEVICES)
-def test_no_value_is_read_by_the_hooks(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_value_is_read_by_the_hooks(device: str, contents: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hooks of allocation and free, over stand-ins for SGLang's functions."""
     monkeypatch.setattr(
         "kvguard.adapters.sglang.books.Uploads",
         lambda device: SimpleNamespace(upload=lambda host: torch.from_numpy(np.array(host)).to(device)),
     )
-    books = TokenBooks(num_pages=64, page_size=1, rows=6, device=device, tags=TagCounter(1), key=7)
+    books = TokenBooks(
+        num_pages=64, page_size=1, rows=6, device=device, tags=TagCounter(1), key=7, contents=contents
+    )
     guard: Any = SimpleNamespace(
         books=books, armed=True, audits=False, condemned_rows={}, freeing=0, group=[], prefixes=None, plain_free=False
     )
+    # At level tags nobody asks what requests are made of.
+    guard.contents = None
+    if contents:
+        guard.contents = SimpleNamespace(identify=lambda req: req.rid, at=lambda content, tokens: [tokens, 1])
     guard.contained = lambda: pytest.MonkeyPatch.context()
     slots, at = torch.arange(5, device=device), torch.arange(2, device=device)
     batch = SimpleNamespace(

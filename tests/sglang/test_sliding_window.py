@@ -219,6 +219,15 @@ def test_the_same_with_the_tree_in_python(engine: Engine, page_size: int, overla
     assert counts["window frees, tree"] > 3 and counts["exchanges"] > 0, counts
 
 
+@SIZES
+@on(environment={"KVGUARD_LEVEL": "keys"}, **PRESSED)
+def test_the_same_at_level_keys(engine: Engine, page_size: int, overlap: bool) -> None:
+    """Pages that a node gets in exchange hold what those held that they replace."""
+    counts = _press(engine)
+    assert counts["window frees, tree"] > 3 and counts["exchanges"] > 0, counts
+    assert (engine.guard.books.page_content != 0).any()
+
+
 @on(model_path=CHECKPOINT, disable_radix_cache=True, page_size=16)
 def test_without_a_prefix_cache(engine: Engine) -> None:
     """Windows are freed right up to the last token that is read."""
