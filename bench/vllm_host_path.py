@@ -80,20 +80,25 @@ class GuardedStep:
         """A new block for each of the next requests, and the one that it has filled published."""
         for _ in range(pages):
             name = self._names[self._turn % BATCH]
-            blocks = self._blocks_of[name]
-            filled = SimpleNamespace(block_hash=self._turn, block_id=blocks[-1].block_id)
-            self._side._note_publication(name, 0, len(blocks) - 1, filled, False)
-            blocks += self._engine.pool.get_new_blocks(1)
+            self._fill(name)
             self._engine.scheduler.requests[name].num_computed_tokens += BLOCK
-            self._turn += 1
+
+    def _fill(self, name: str) -> None:
+        blocks = self._blocks_of[name]
+        filled = SimpleNamespace(block_hash=self._turn, block_id=blocks[-1].block_id)
+        self._side._note_publication(name, 0, len(blocks) - 1, filled, False)
+        blocks += self._engine.pool.get_new_blocks(1)
+        self._turn += 1
 
     def advance(self) -> None:
-        """One token more for every request, as vLLM counts it; blocks for all of them where that fills them."""
+        """One token more for every request, as vLLM counts it; first a block for each that has filled its last."""
         requests = self._engine.scheduler.requests
-        if all(requests[name].num_computed_tokens % BLOCK == 0 for name in self._names):
-            for name in self._names:
-                requests[name].num_computed_tokens -= BLOCK
-            self.cross(BATCH)
+        full = [
+            name for name in self._names if requests[name].num_computed_tokens >= len(self._blocks_of[name]) * BLOCK
+        ]
+        for name in full:
+            self._fill(name)
+        if full:
             self.run()
         for name in self._names:
             requests[name].num_computed_tokens += 1
