@@ -62,7 +62,7 @@ def failing_at(step: int, original: Callable[..., Any]) -> Callable[..., Any]:
 
 PLACES = {
     "books": (SchedulerSide, "_payload"),
-    "worker": (Verifier, "check"),
+    "worker": (Verifier, "_launch"),
     "attention-backend": (None, ""),
 }
 
