@@ -33,8 +33,7 @@ class BookKeeping(PageHandover):
         Call this before `retire` of its pages. Its steps in flight are still judged. No error if it is not live.
         """
         books = self._books
-        if books.progress is not None:
-            books.write_progress()
+        books.write_progress()
         state = books.requests.pop(request, None)
         if state is None:
             return

@@ -139,8 +139,7 @@ class Books:
 
     def new_state(self, request: str) -> RequestState:
         """A fresh request with empty ledgers."""
-        if self.progress is not None:
-            self.write_progress()
+        self.write_progress()
         self.roster += 1
         self.incarnations += 1
         state = RequestState(

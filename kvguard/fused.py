@@ -103,8 +103,6 @@ class FusedCheck:
         self._sent: _Sent | None = None
         self._descriptors: tuple[Int64, Any, Any] | None = None
         self._workspace: Any = None
-        self._complete = False
-        """Whether the last step was checked as a whole, so that another one can be like it."""
 
     def check(
         self, delta: StepDelta, inputs: Sequence[Any], table_rows: list[int] | None
@@ -113,13 +111,11 @@ class FusedCheck:
 
         `inputs`: the `PoolInputs` of each pool, none where nothing is checked. The record is then None.
         """
-        self._complete = False
         plan = self._plan_for(delta, inputs) if inputs else None
         changed = [section for section in delta.sections if section.tag_pages[0] != section.tag_pages[1]]
         packed = self._send(delta, table_rows, changed, plan)
         if plan is None:
             return None, {}, 0
-        self._complete = True
         return self._launch(plan, packed)
 
     def _launch(self, plan: _Plan, packed: Any) -> tuple[Any, dict[str, tuple[Any, Any]], int]:
@@ -143,10 +139,9 @@ class FusedCheck:
         }
         return record, evidence, plan.reads
 
-    def check_again(self) -> tuple[Any, dict[str, tuple[Any, Any]], int] | None:
-        """The check of a step that says what the last one said; None if the last one was not checked."""
-        if self._plan is None or self._sent is None or not self._complete:
-            return None
+    def check_again(self) -> tuple[Any, dict[str, tuple[Any, Any]], int]:
+        """The check of a step that says what the last one said, which was checked."""
+        assert self._plan is not None and self._sent is not None
         return self._launch(self._plan, self._sent.packed)
 
     def _send(

@@ -29,8 +29,7 @@ def build_step(
     tokens_start: Sequence[int] | None = None,
 ) -> tuple[StepDelta, PendingStep]:
     """The message for one step, and what `judge` needs when its verdicts come back."""
-    if books.progress is not None:
-        books.write_progress()
+    books.write_progress()
     batch = _batch(books, tuple(requests), list(table_rows))
     pending = PendingStep(step, batch, tuple(tokens_end), books.enforcing, books.tags.upcoming)
     floors_known = books.checks_writes and tokens_start is not None

@@ -87,8 +87,8 @@ class Verifier:
         self._unseen: set[str] = set()
         self._page_sizes = {pool.name: pool.page_size for pool in setup.pools}
         self._accepted: dict[str, tuple[PoolInputs, int, PoolInputs]] = {}
-        self._prepared: list[_Launch] | None = None
-        """How the last step was checked, if a step that says the same can be checked so, too."""
+        self._checked = False
+        """Whether the last step was checked as a whole, so that one that says the same can be checked like it."""
         self._launches: tuple[list[Any], tuple[Any, ...], list[_Launch]] | None = None
         """The launches that were made last, behind what they were made for."""
         self._fused: FusedCheck | None = None
@@ -131,11 +131,12 @@ class Verifier:
         accepted = self._accept(delta, inputs, rows) if checks else []
         if writes and not any(map(_WRITES_KNOWN, accepted)):
             writes, checks = 0, rows > 0 and bool(reads)
+        self._checked = False
         if self._fused is not None:
             record, evidence, reads = self._fused.check(delta, accepted if checks else [], table_rows)
-            self._step = delta.step
+            self._step, self._checked = delta.step, checks
             return PendingVerdicts(step=delta.step, record=record, evidence=evidence, reads=reads)
-        buffer, self._prepared = self._buffer, None
+        buffer = self._buffer
         buffer.load(delta, table_rows)
         self._step = delta.step
         for section in delta.sections:
@@ -152,8 +153,8 @@ class Verifier:
         kept = self._launches
         if kept is None or kept[1] != spans or not all(map(operator.is_, kept[0], arrays)):
             kept = self._launches = arrays, spans, self._launches_for(delta, accepted, reads, writes)
-        self._prepared = kept[2]
-        return self._launch(delta.step, self._prepared)
+        self._checked = True
+        return self._launch(delta.step, kept[2])
 
     def _launches_for(self, delta: StepDelta, accepted: list[PoolInputs], reads: int, writes: int) -> list[_Launch]:
         return [
@@ -174,18 +175,14 @@ class Verifier:
         The caller has seen to the inputs: the very memory and shapes that the last step was given. None, and nothing
         was done, where it is not such a delta, or the last step was not checked: call `check`.
         """
-        if not delta.again or delta.step != self._step + 1:
-            return None
-        if self._fused is not None:
-            found = self._fused.check_again()
-            if found is None:
-                return None
-            self._step = delta.step
-            return PendingVerdicts(delta.step, found[0], found[1], None, found[2])
-        if self._prepared is None:
+        if not delta.again or delta.step != self._step + 1 or not self._checked:
             return None
         self._step = delta.step
-        return self._launch(delta.step, self._prepared)
+        if self._fused is not None:
+            record, evidence, reads = self._fused.check_again()
+            return PendingVerdicts(delta.step, record, evidence, None, reads)
+        assert self._launches is not None
+        return self._launch(delta.step, self._launches[2])
 
     def _launch(self, step: int, launches: list[_Launch]) -> PendingVerdicts:
         _, shapes, reads, *_ = launches[0]

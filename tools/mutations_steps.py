@@ -100,15 +100,15 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *of_file(
         "kvguard/verifier.py",
-        ("again: a delta that says something else", AGAIN, "if not delta.again or delta.step != self._step + 1:", "if delta.step != self._step + 1:"),
-        ("again: a delta that was lost", AGAIN, "if not delta.again or delta.step != self._step + 1:", "if not delta.again:"),
+        ("again: a delta that says something else", AGAIN, "if not delta.again or delta.step", "if delta.step"),
+        ("again: a check that failed or was left out", AGAIN, "        self._checked = False\n        if self._fused", "        if self._fused"),
+        ("again: a delta that was lost", AGAIN, "if not delta.again or delta.step != self._step + 1 or", "if not delta.again or"),
         ("launches kept for other arrays", SHORT, " or not all(map(operator.is_, kept[0], arrays)):", ":"),
         ("launches kept for other spans", AGAIN, "kept is None or kept[1] != spans or", "kept is None or"),
-        ("again: after a step that was not checked", AGAIN, "        buffer, self._prepared = self._buffer, None\n", "        buffer = self._buffer\n"),
+        ("again: after a step that was not checked", AGAIN, " or not self._checked:\n            return None\n", ":\n            return None\n"),
     ),
     *of_file(
         "kvguard/fused.py",
         ("fused: rows that two requests share", SHARED, "            spoil_shared_rows(prefix, delta, table_rows)\n", ""),
-        ("fused, again: after a step that was not checked", AGAIN, "        self._complete = False\n        plan", "        plan"),
     ),
 )
