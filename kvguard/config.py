@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Literal, Self
 
-from pydantic import Field, PrivateAttr, SecretStr, ValidationError, field_validator
+from pydantic import BaseModel, Field, PrivateAttr, SecretStr, ValidationError, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from kvguard.config_file import ConfigError, read_config_file
@@ -98,8 +98,13 @@ class GuardConfig(BaseSettings):
         sources.update(dict.fromkeys(overrides, ARGUMENT_SOURCE))
         # What the environment overrides is taken out here, because pydantic-settings lets call arguments win over it.
         below = {name: value for name, value in from_file.items() if name not in in_environment}
+        given = {**below, **overrides}
         try:
-            super().__init__(**{**below, **overrides})
+            if len(given) == len(fields):
+                # Nothing is left for pydantic-settings to look for, which takes it milliseconds.
+                BaseModel.__init__(self, **given)
+            else:
+                super().__init__(**given)
         except ValidationError as error:
             lines = [_explain_bad_value(dict(detail), sources) for detail in error.errors()]
             raise ConfigError("\n".join(lines)) from None

@@ -162,19 +162,19 @@ VLLM_MUTATIONS: Final = (
     ),
     Mutation(
         name="vllm-empty-salt-is-one", path=CONTENTS,
-        tests=(f"{IDENTITY}::test_content_keys_tell_apart_what_vllm_does_and_nothing_that_it_does_not",),
+        tests=(f"{IDENTITY}::test_adapters_are_told_apart_by_name_and_by_path",),
         old="tenant=request.cache_salt or None",
         new="tenant=request.cache_salt",
     ),
     Mutation(
         name="vllm-adapter-not-told", path=CONTENTS,
-        tests=(f"{IDENTITY}::test_content_keys_tell_apart_what_vllm_does_and_nothing_that_it_does_not",),
+        tests=(f"{IDENTITY}::test_adapters_are_told_apart_by_name_and_by_path",),
         old="                lora=None if lora is None else lora.lora_name,\n",
         new="",
     ),
     Mutation(
         name="vllm-adapter-path-not-told", path=CONTENTS,
-        tests=(f"{IDENTITY}::test_content_keys_tell_apart_what_vllm_does_and_nothing_that_it_does_not",),
+        tests=(f"{IDENTITY}::test_adapters_are_told_apart_by_name_and_by_path",),
         old="    return \" \".join([*written, path])\n",
         new="    return \" \".join(written)\n",
     ),

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -93,17 +94,48 @@ def made_of(draw: st.DrawFn) -> dict[str, Any]:
     return found
 
 
-@settings(max_examples=300, deadline=None)
-@given(made_of(), made_of())
+@st.composite
+def two_alike(draw: st.DrawFn) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Two that often differ in one thing only: drawn apart, they would differ in several nearly always."""
+    one, other = draw(made_of()), draw(made_of())
+    fields = sorted({*one, *other})
+    changed = draw(st.one_of(st.sampled_from(fields).map(lambda field: [field]), st.just(fields)))
+    return one, {field: (other if field in changed else one).get(field) for field in fields}
+
+
+@settings(max_examples=100, deadline=None)
+@given(two_alike())
 def test_content_keys_tell_apart_what_vllm_does_and_nothing_that_it_does_not(
-    one: dict[str, Any], other: dict[str, Any]
+    pair: tuple[dict[str, Any], dict[str, Any]],
 ) -> None:
     """At every block the two agree in the content key just where they agree in vLLM's sound hash."""
+    one, other = pair
     requests = [vllm_request("a", **one), vllm_request("b", **other)]
     hashes = [request.block_hashes for request in requests]
     keys = keys_of(*requests)
-    assert len(hashes[0]) == len(keys[0]) == 3
+    assert len(hashes[0]) == len(keys[0]) == len(one["tokens"]) // 4
     assert [a == b for a, b in zip(*keys, strict=True)] == [a == b for a, b in zip(*hashes, strict=True)]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (("one", "/nowhere/a", 1), ("two", "/nowhere/a", 1)),
+        (("one", "/nowhere/a", 1), ("one", "/nowhere/b", 1)),
+        (("one", "/nowhere/a", 1), None),
+    ],
+    ids=["name", "path", "none"],
+)
+def test_adapters_are_told_apart_by_name_and_by_path(one: tuple[Any, ...], other: tuple[Any, ...] | None) -> None:
+    """Each by itself is enough, and an empty salt beside them is none."""
+    prompt = [1, 2, 3, 4]
+    requests = [
+        vllm_request("a", prompt, lora_request=adapter(*one)),
+        vllm_request("b", prompt, lora_request=None if other is None else adapter(*other)),
+        vllm_request("c", prompt, lora_request=adapter(*one), cache_salt=""),
+    ]
+    first, second, salted = keys_of(*requests)
+    assert first != second and first == salted
 
 
 def test_a_prompt_of_embeddings_shares_its_common_beginning() -> None:
