@@ -9,14 +9,19 @@ measured on the unwrapped pool, in between, and subtracted), and so are the kern
 clean stands in. What a step costs on a core that runs vLLM's own work and the forward in between,
 with cold caches, is what bench/vllm_step_cost.py measures.
 
-steady    no request takes a page in the step; every request goes on by one token, as in decode
-natural   two requests do (a page of 16 tokens gives two on average); vLLM publishes the pages that they have filled
-all       all 32 do
+Every request goes on by a token in each step, as in decode, and vLLM's habits are kept: a block is published in the step
+that fills it, and the next one is drawn in the step after.
+
+steady    no request fills a block or takes one
+natural   two requests fill their blocks of 32 and two others take one: as often as blocks of 16 would have it on average
+publish   all 32 requests fill their blocks in the same step
+draw      all 32 take another one in the same step
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -33,20 +38,21 @@ WARM_UP = 20
 BATCH = 32
 BLOCK = 32
 CONTEXTS = (64, 1024)
-REPEATS = {"steady": 2000, "natural": 400, "all": 24}
-CROSSING = {"steady": 0, "natural": 2, "all": BATCH}
+STEPS = 640
 
 
 class GuardedStep:
     """An engine in decode, and one guarded step of it that can be repeated."""
 
-    def __init__(self, engine: Any, context: int) -> None:
+    def __init__(self, engine: Any, context: int, *, staggered: bool) -> None:
+        """`staggered`: two requests stand at each place in a block; otherwise all stand at the same."""
         from vllm import SamplingParams
 
         self._engine = engine
-        parameters = SamplingParams(max_tokens=400, temperature=0, ignore_eos=True, detokenize=False)
+        parameters = SamplingParams(max_tokens=STEPS + 400, temperature=0, ignore_eos=True, detokenize=False)
         for row in range(BATCH):
-            prompt = [(row * 7 + token) % 251 for token in range(context)]
+            length = context + (row // 2 if staggered else 0)
+            prompt = [(row * 7 + token) % 251 for token in range(length)]
             engine.llm_engine.add_request(f"{context}-{row}", {"prompt_token_ids": prompt}, parameters)
         while sum(request.num_output_tokens > 0 for request in engine.scheduler.running) < BATCH:
             engine.llm_engine.step()
@@ -58,7 +64,9 @@ class GuardedStep:
         self._worker._verifier._step = step
         self._blocks_of = engine.scheduler.kv_cache_manager.coordinator.single_type_managers[0].req_to_blocks
         self._names = list(self._output.num_scheduled_tokens)
-        self._turn = 0
+        self._filled: list[str] = []
+        self._growing: list[str] = []
+        self._key = 0
         # What the runner says of a step without padding lanes.
         tables = engine.runner.input_batch.block_table.block_tables
         self._slots = {group: table.slot_mapping.gpu[:BATCH] for group, table in enumerate(tables)}
@@ -76,35 +84,30 @@ class GuardedStep:
         vars(pool).update(wrappers)
         return spent
 
-    def cross(self, pages: int) -> None:
-        """A new block for each of the next requests, and the one that it has filled published."""
-        for _ in range(pages):
-            name = self._names[self._turn % BATCH]
-            self._fill(name)
-            self._engine.scheduler.requests[name].num_computed_tokens += BLOCK
-
-    def _fill(self, name: str) -> None:
-        blocks = self._blocks_of[name]
-        filled = SimpleNamespace(block_hash=self._turn, block_id=blocks[-1].block_id)
-        self._side._note_publication(name, 0, len(blocks) - 1, filled, False)
-        blocks += self._engine.pool.get_new_blocks(1)
-        self._turn += 1
-
-    def advance(self) -> None:
-        """One token more for every request, as vLLM counts it; first a block for each that has filled its last."""
-        requests = self._engine.scheduler.requests
-        full = [
-            name for name in self._names if requests[name].num_computed_tokens >= len(self._blocks_of[name]) * BLOCK
-        ]
-        for name in full:
-            self._fill(name)
-        if full:
-            self.run()
-        for name in self._names:
+    def advance(self) -> str:
+        """One token more for every request, as vLLM counts it; answers which case the step is."""
+        requests, names = self._engine.scheduler.requests, self._names
+        for name in names:
             requests[name].num_computed_tokens += 1
+        self._filled = [name for name in names if requests[name].num_computed_tokens % BLOCK == 0]
+        self._growing = [name for name in names if requests[name].num_computed_tokens % BLOCK == 1]
+        if len(self._filled) == len(self._growing) == 2:
+            return "natural"
+        return "publish" if self._filled else "draw" if self._growing else "steady"
+
+    def to_draw(self) -> int:
+        """Blocks that the step takes."""
+        return len(self._growing)
 
     def run(self) -> None:
-        """Everything that the wrappers add to a step."""
+        """Everything that the wrappers add to the step."""
+        for name in self._growing:
+            self._blocks_of[name] += self._engine.pool.get_new_blocks(1)
+        for name in self._filled:
+            blocks = self._blocks_of[name]
+            self._key += 1
+            filled = SimpleNamespace(block_hash=self._key, block_id=blocks[-1].block_id)
+            self._side._note_publication(name, 0, len(blocks) - 1, filled, False)
         payload = self._side._payload(self._output)
         self._worker._payload = payload
         self._worker._verify(self._slots)
@@ -112,22 +115,24 @@ class GuardedStep:
         self._side._verdicts.act(payload.delta, answer)
 
 
-def measure(step: GuardedStep, case: str, context: int) -> dict[str, Any]:
-    """Median, 95th percentile and minimum of a case."""
-    samples, own = [], []
-    for repeat in range(REPEATS[case] + WARM_UP):
-        if CROSSING[case]:
-            own.append(step.draw_unguarded(CROSSING[case]) / 1e3)
-        else:
-            step.advance()
+def measure(step: GuardedStep, context: int) -> list[dict[str, Any]]:
+    """Median, 95th percentile and minimum of each case that STEPS steps have."""
+    samples: dict[str, list[float]] = {}
+    own: dict[str, list[float]] = {}
+    for repeat in range(STEPS + WARM_UP):
+        case = step.advance()
+        vllm_us = step.draw_unguarded(step.to_draw()) / 1e3
         started = time.perf_counter_ns()
-        if CROSSING[case]:
-            step.cross(CROSSING[case])
         step.run()
         spent = time.perf_counter_ns() - started
         if repeat >= WARM_UP:
-            samples.append(spent / 1e3)
-    vllm_us = statistics.median(own) if own else 0.0
+            samples.setdefault(case, []).append(spent / 1e3)
+            own.setdefault(case, []).append(vllm_us)
+    return [_row(case, context, samples[case], own[case]) for case in samples]
+
+
+def _row(case: str, context: int, samples: list[float], own: list[float]) -> dict[str, Any]:
+    vllm_us = statistics.median(own) if case in ("natural", "draw") else 0.0
     samples = sorted(sample - vllm_us for sample in samples)
     return {
         "case": case,
@@ -155,22 +160,23 @@ def results() -> list[dict[str, Any]]:
     kernels = verifier.verify_pages, verifier.verify_slots, verifier.scatter_tags
     with tempfile.TemporaryDirectory(prefix="kvguard-bench-") as folder:
         model = write_checkpoint(Path(folder))
-        for context in CONTEXTS:
-            crossings = sum(max(CROSSING[case], BATCH / BLOCK) * (REPEATS[case] + WARM_UP) for case in REPEATS)
+        for context, staggered in itertools.product(CONTEXTS, (False, True)):
             engine = VllmEngine(
                 VllmOptions(
                     model=model,
                     max_model_len=4096,
                     max_num_seqs=BATCH,
-                    max_num_batched_tokens=4096,
-                    num_blocks=BATCH * (context // BLOCK + 3) + int(crossings) + BATCH,
+                    # Prompts run in one step, so that their requests stand where they are meant to.
+                    max_num_batched_tokens=BATCH * (context + BATCH),
+                    block_size=BLOCK,
+                    num_blocks=BATCH * ((context + STEPS) // BLOCK + 8),
                 )
             )
-            step = GuardedStep(engine, context)
+            step = GuardedStep(engine, context, staggered=staggered)
             verifier.verify_pages = verifier.verify_slots = lambda **given: given["record"].zero_()
             verifier.scatter_tags = lambda **given: None
             with torch.inference_mode():
-                found += [measure(step, case, context) for case in REPEATS]
+                found += measure(step, context)
             assert engine.guard_side.guard.health().ok and not engine.guard_side.guard.violations
             verifier.verify_pages, verifier.verify_slots, verifier.scatter_tags = kernels
     return found

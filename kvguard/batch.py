@@ -29,15 +29,19 @@ class Again:
     ends      each row's KV length after it, in tokens
     enforce   whether its violations have consequences
     floors_known  whether it was said where its rows start to write
-    room      tokens that every row can go on by within the pages of its ledgers and, if that was said, within the page
-              in which it stands; None until somebody asks
+    rooms     tokens that each row can go on by, behind `ends`, within the pages of its ledgers and, if that was said,
+              within the page in which it stands; None until somebody asks
+    room      the least of them
+    distinct  no request is listed twice; known with `rooms`
     further   tokens that the last step went beyond `ends`
     """
 
     ends: tuple[int, ...]
     enforce: bool
     floors_known: bool = False
+    rooms: list[int] | None = None
     room: int | None = None
+    distinct: bool = False
     further: int = 0
 
 
@@ -57,6 +61,7 @@ class Batch:
     spans         where they lie in this body: `regular` itself, or a list of its own
     columns       the largest column that each pool's rows need
     sections      where the body's arrays lie, made for `sections_of`: spans and columns
+    sections_with the same for so many tag changes of the only pool: the sections, how many, and what was made of them
     again         the last step, if another one can be made of it; it is not looked at while anything has changed that
                   `Guard.step_again` can see
     """
@@ -76,6 +81,7 @@ class Batch:
     body: Int64 | None = None
     sections: tuple[PoolSection, ...] = ()
     sections_of: tuple[list[Spans], list[int]] | None = None
+    sections_with: tuple[tuple[PoolSection, ...], int, tuple[PoolSection, ...]] | None = None
     places: dict[RequestState, list[int]] | None = None
     again: Again | None = None
 

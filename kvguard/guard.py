@@ -13,7 +13,7 @@ which pages they accepted, and `judge` answers what to abort.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from kvguard.batch import PendingStep
 from kvguard.bookkeeping import BookKeeping, Retired
@@ -21,8 +21,9 @@ from kvguard.books import Books, GuardHalt, UsageError
 from kvguard.config import GuardConfig
 from kvguard.judge import Judgement, UncheckedStep, judge_step
 from kvguard.messages import StepDelta, Verdicts
+from kvguard.onward import continue_step, repeat_step
 from kvguard.pools import GuardSetup, PoolSpec
-from kvguard.steps import build_step, repeat_step
+from kvguard.steps import build_step
 from kvguard.telemetry import Health, counter_values, emit
 from kvguard.violation import Action, Kind, Proof, Violation
 
@@ -123,7 +124,26 @@ class Guard(BookKeeping):
         has come or gone, a row needs another page, or the books look closer at somebody: call `step` then.
         """
         self._check_thread()
-        made = repeat_step(self._books, self._books.step + 1, tokens)
+        return self._short_way(repeat_step(self._books, self._books.step + 1, tokens))
+
+    def step_onward(
+        self,
+        grown: Sequence[tuple[int, int]],
+        published: Sequence[tuple[int, int, Hashable]] = (),
+        *,
+        tokens: int = 1,
+    ) -> StepDelta | None:
+        """`step_again` in which rows go on to another page: decode where pages are crossed, in one call.
+
+        grown: (row, page), the page being for the next column of the row's request; published: (row, column, the
+        engine's cache key) of pages that this very step fills. The same as `allocate_each`, `publish` and `step` of
+        tokens that start where the last step ended. None where that takes a closer look, and nothing was done: make
+        those calls. Always so with several pools, and where contents are checked.
+        """
+        self._check_thread()
+        return self._short_way(continue_step(self._books, self._books.step + 1, grown, published, tokens))
+
+    def _short_way(self, made: tuple[StepDelta, PendingStep] | None) -> StepDelta | None:
         if made is None:
             return None
         delta, pending = made

@@ -95,6 +95,11 @@ class Ledger:
         return (self._extents[0][0], self._extents[0][1]) if self._extents else (0, 0)
 
     @property
+    def in_one_run(self) -> bool:
+        """Whether the live columns are one extent that goes up to the last column: another page extends it."""
+        return len(self._extents) == 1 and self._extents[0][1] == len(self._pages)
+
+    @property
     def extent_count(self) -> int:
         return len(self._extents)
 
@@ -128,6 +133,18 @@ class Ledger:
         else:
             self._extents.append([column, column + 1])
         return column
+
+    def extend_run(self, page: int, tag: int) -> int:
+        """`append` where the live columns are `in_one_run`; returns the digest."""
+        column = len(self._pages)
+        self._pages.append(page)
+        self._tags.append(tag)
+        self._extents[0][1] = column + 1
+        if self._summed != column:
+            return self.digest
+        digest = self._digest = (self._digest + mix(self._key, column, tag)) & MASK64
+        self._summed = column + 1
+        return digest
 
     def skip(self, columns: int) -> None:
         """Leave the next `columns` columns as a gap: pages that a window never had."""

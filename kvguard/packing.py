@@ -25,7 +25,7 @@ def pack(books: Books, pending: PendingStep) -> StepDelta:
         for spans in batch.spans:
             packed[slice(*spans.expected)][suspects] ^= 1
             packed[slice(*spans.writer)][suspects] = NO_WRITER
-    sections = _plain_sections(books, batch)
+    sections = plain_sections(books, batch)
     changes: list[int] = []
     counts: list[int] = []
     for table in books.tables:
@@ -37,7 +37,7 @@ def pack(books: Books, pending: PendingStep) -> StepDelta:
             changes += [writers.get(page, 0) if tag else 0 for page, tag in table.changes.items()]
             table.changes, table.writers = {}, {}
     if changes:
-        sections = _with_changes(sections, len(packed), counts)
+        sections = with_changes(sections, len(packed), counts)
         packed = np.concatenate((packed, np.array(changes, np.int64)))
     # Later steps may share it.
     packed.flags.writeable = False
@@ -75,7 +75,7 @@ def patch_rows(books: Books, batch: Batch, states: Sequence[RequestState]) -> bo
     return True
 
 
-def _plain_sections(books: Books, batch: Batch) -> tuple[PoolSection, ...]:
+def plain_sections(books: Books, batch: Batch) -> tuple[PoolSection, ...]:
     """Where everything lies in a message without tag changes."""
     made_for = batch.sections_of
     if made_for is None or made_for[0] is not batch.spans or made_for[1] != batch.columns:
@@ -102,7 +102,7 @@ def _plain_sections(books: Books, batch: Batch) -> tuple[PoolSection, ...]:
     return batch.sections
 
 
-def _with_changes(
+def with_changes(
     sections: tuple[PoolSection, ...], position: int, changes: Sequence[int]
 ) -> tuple[PoolSection, ...]:
     """The same with so many tag changes of each pool, which begin at `position`."""

@@ -147,6 +147,17 @@ class PageTable:
                 return False
         return True
 
+    def unclaimed(self, pages: Sequence[int]) -> bool:
+        """`may_be_handed_out`, and nobody has promised to write them either."""
+        if not self.may_be_handed_out(pages):
+            return False
+        records = self._records
+        for page in pages:
+            record = records.get(page)
+            if record is not None and record.promise is not None:
+                return False
+        return True
+
     def problem_with_page(self, page: int) -> Kind | None:
         """Whether the id can be a request's page at all."""
         if not 0 <= page < self.spec.num_pages:

@@ -139,3 +139,13 @@ class RowArrays:
             elif ragged:
                 ragged.discard(slot)
         self.touched.clear()
+
+    def write_run(self, state: RequestState, digest: int, stop: int) -> None:
+        """`settle` of a request with one ledger, after its only extent has grown to `stop`, and of its floor.
+
+        It must not be touched, for what else has changed is not looked at.
+        """
+        cells, stride, cell = self._cells, self.table.shape[1], state.slot
+        cells[cell] = digest
+        cells[cell + STOP * stride] = stop
+        cells[cell + (FIELDS + FLOOR) * stride] = state.floor

@@ -19,18 +19,18 @@ VIEWS_MAX = 1024
 """Views are kept by where they lie; a service whose batches keep changing meets many, and starts anew."""
 
 
-def spoil_shared_rows(words: Int64, delta: StepDelta, table_rows: list[int] | None) -> None:
+def spoil_shared_rows(words: Int64, delta: StepDelta, table_rows: list[int] | None) -> bool:
     """Let no row of the block table pass that two requests of a step are to read: at most one of them can be right.
 
     Neutralising the wrong one takes the pages from the other, in the same launch or before: neither is proven.
     `words`: those of the delta, changed in place. `table_rows`: as in `StepBuffer.load`. A request that is listed twice
-    shares its row with nobody.
+    shares its row with nobody. Answers whether no row was there twice.
     """
     sections = delta.sections
     if table_rows is None:
         table_rows = words[slice(*sections[0].table_row)].tolist() if sections else []
     if len(set(table_rows)) == len(table_rows):
-        return
+        return True
     owners: dict[int, set[str]] = {}
     for request, row in zip(delta.requests, table_rows, strict=True):
         owners.setdefault(row, set()).add(request)
@@ -40,6 +40,7 @@ def spoil_shared_rows(words: Int64, delta: StepDelta, table_rows: list[int] | No
     # Requests have one writer word, which stands once in the delta.
     for span in {section.writer for section in sections}:
         words[slice(*span)][shared] = NO_WRITER
+    return False
 
 
 class BufferArrays(Protocol):
@@ -66,6 +67,7 @@ class StepBuffer:
         self._sent = b""
         self._row_spans: list[Span] = []
         self._rows: list[int] | None = None
+        self._rows_distinct = False
         self._rows_array: Int64 = np.zeros(0, np.int64)
 
     def load(self, delta: StepDelta, table_rows: list[int] | None) -> None:
@@ -98,7 +100,8 @@ class StepBuffer:
                 self._rows_array = np.array(table_rows, np.int64)
             for start, stop in row_spans:
                 self._host[start:stop] = self._rows_array
-        spoil_shared_rows(self._host, delta, table_rows)
+        if not (same_rows and self._rows_distinct and table_rows is not None):
+            self._rows_distinct = spoil_shared_rows(self._host, delta, table_rows)
         self._arrays.send(self._device, self._host, words)
         if not same_rows:
             # A copy: the caller may change its own list in place.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import gt, sub
+from operator import gt
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from kvguard.books import Books
 from kvguard.messages import StepDelta
 from kvguard.packing import pack, patch_rows
 from kvguard.page_table import Promise
-from kvguard.requests import FIELDS, FLOOR, OF_REQUEST, UNBOUNDED, WRITER, RequestState
+from kvguard.requests import FIELDS, FLOOR, OF_REQUEST, WRITER, RequestState
 from kvguard.violation import Kind
 from kvguard.write_floors import set_floors
 
@@ -52,34 +52,6 @@ def build_step(
     if not (pending.suspects or pending.condemned):
         batch.again = Again(pending.base, pending.enforce, floors_known)
     return delta, pending
-
-
-def repeat_step(books: Books, step: int, tokens: int) -> tuple[StepDelta, PendingStep] | None:
-    """The step before once more, every row `tokens` further; None where anything but the lengths has changed."""
-    batch = books.batch
-    again = None if batch is None else batch.again
-    if again is None or batch is None or books.marked or books.rows.touched:
-        return None
-    further, body, enforce = again.further + tokens, batch.body, books.enforcing
-    if body is None or again.enforce is not enforce:
-        return None
-    if again.room is None:
-        again.room = UNBOUNDED
-        if batch.capacities is not None:
-            again.room = min(map(sub, batch.capacities, again.ends), default=0)
-        if again.floors_known:
-            # A row that goes on to the next page has another floor.
-            size = books.page_size_max
-            to_next = [state.floor + size - end for state, end in zip(batch.states, again.ends, strict=True)]
-            again.room = min(again.room, min(to_next, default=0))
-    if further > again.room:
-        return None
-    for table in books.tables:
-        if table.changes:
-            return None
-    again.further = further
-    pending = PendingStep(step, batch, again.ends, enforce, books.tags.upcoming, further)
-    return StepDelta(step, batch.requests, enforce, body, batch.sections, True), pending
 
 
 def _batch(books: Books, requests: tuple[str, ...], table_rows: list[int]) -> Batch:

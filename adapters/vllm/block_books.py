@@ -8,7 +8,7 @@ of the request that took it, from then until it is freed or handed out again.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
-from itertools import compress
+from itertools import compress, count
 from operator import attrgetter, ne, sub
 from typing import Any, NamedTuple
 
@@ -45,6 +45,8 @@ class BlockBooks:
         self._columns: dict[str, list[int]] = {}
         self._in_step: list[str] = []
         self._counts: list[list[int]] = []
+        self._row_of: dict[str, int] = {}
+        """Of the requests of `_in_step`, as the following are."""
         self._floors_due = False
         self._group_of: dict[int, int] = {}
         self._fresh: set[int] = set()
@@ -192,28 +194,65 @@ class BlockBooks:
         if self._fresh:
             self._catch_up_with_waiting(requests)
         self._floors_due = chunks
-        self._published.clear()
-        self._key_in_pass.clear()
-        self._place_in_pass.clear()
+        self._forget_pass()
         delta = self.guard.step(names, [0] * len(names), ends, starts)
         return StepPayload(setup=self.guard.setup if delta.step == 1 else None, delta=delta)
 
     def _another_token(self, scheduled: int, names: list[str]) -> StepDelta | None:
-        """The message of a step in which the last one's requests each get one token more, and nothing else happened.
+        """The message of a step in which the last one's requests each get one token more.
 
         Blocks change hands through the functions that are wrapped: where none of them had anything to note, every
         request has what it had. In turn, a request's progress is compared, too.
         """
-        if scheduled != len(names) or self._fresh or self._published:
+        if scheduled != len(names):
             return None
         repeats = self._repeats + 1
         turn = repeats % scheduled
         if self._scheduler.requests[names[turn]].num_computed_tokens != self._ends[turn] + repeats:
             return None
-        delta = self.guard.step_again()
+        delta = self._crossing(names) if self._fresh or self._published else self.guard.step_again()
         if delta is not None:
             self._repeats = repeats
         return delta
+
+    def _crossing(self, names: list[str]) -> StepDelta | None:
+        """The same where some requests went on to a fresh block, and blocks are published that the step fills.
+
+        None, with nothing noted, where that is not all there is to learn.
+        """
+        if len(self._groups) != 1 or self._contents is not None:
+            return None
+        (blocks_of,), (known,), fresh = self._blocks_of, self._counts, self._fresh
+        counts = list(map(len, map(blocks_of.__getitem__, names)))
+        grown = []
+        for row in compress(count(), map(ne, counts, known)):
+            page = blocks_of[names[row]][-1].block_id
+            if counts[row] != known[row] + 1 or page not in fresh:
+                return None
+            grown.append((row, page))
+        if len(grown) != len(fresh):
+            return None
+        published = []
+        for name, entries in self._published.items():
+            group, column, key, block, _ = entries[0]
+            if len(entries) > 1 or block.block_hash != key or name not in self._row_of:
+                return None
+            published.append((self._row_of[name], column, key))
+        delta = self.guard.step_onward(grown, published)
+        if delta is not None:
+            for row, page in grown:
+                self._group_of[page] = 0
+                self._columns[names[row]][0] += 1
+            self._counts = [counts]
+            fresh.clear()
+            self._forget_pass()
+        return delta
+
+    def _forget_pass(self) -> None:
+        """The books know what was published since they last looked."""
+        self._published.clear()
+        self._key_in_pass.clear()
+        self._place_in_pass.clear()
 
     def _catch_up_with_step(self, names: list[str], counts: list[list[int]], scheduled: Container[str]) -> None:
         """Learn what is new of the step's requests.
@@ -244,6 +283,7 @@ class BlockBooks:
                     self._publish(name)
         # Only now: a pass that failed half way must not be taken for one that learnt everything.
         self._in_step, self._counts = names, counts
+        self._row_of = dict(zip(names, count(), strict=False))
 
     def _take_one_each(self, names: list[str]) -> bool:
         """Requests that went on to one fresh block, as in decode: in one call for all of them.
@@ -304,9 +344,7 @@ class BlockBooks:
     def _publish_rest(self) -> None:
         """Publications that were made after the step was judged, whoever made them."""
         self._publish_of_waiting(())
-        self._published.clear()
-        self._key_in_pass.clear()
-        self._place_in_pass.clear()
+        self._forget_pass()
 
     def _learn(self, request: Any, group: int, blocks: Any, columns: list[int]) -> None:
         name, pool = request.request_id, self._groups[group]

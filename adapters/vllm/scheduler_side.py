@@ -47,12 +47,12 @@ class SchedulerSide(BlockBooks):
 
     # -- wrappers -------------------------------------------------------------------------------------------------
 
-    def _shielded(self, call: Callable[[], Any]) -> Any:
+    def _shielded(self, call: Callable[..., Any], *args: Any) -> Any:
         """A fault of the guard must not surface in vLLM; what follows it is `on_guard_error`."""
         if not self.guard.armed:
             return None
         try:
-            return call()
+            return call(*args)
         except GuardHalt:
             raise
         except Exception as error:
@@ -66,7 +66,7 @@ class SchedulerSide(BlockBooks):
 
         def guarded_get_new_blocks(num_blocks: int, *args: Any, **kwargs: Any) -> Any:
             blocks = get_new_blocks(num_blocks, *args, **kwargs)
-            return self._shielded(lambda: self._taken(blocks, get_new_blocks)) or blocks
+            return self._shielded(self._taken, blocks, get_new_blocks) or blocks
 
         def guarded_free_blocks(ordered_blocks: Iterable[Any], *args: Any, **kwargs: Any) -> Any:
             blocks = list(ordered_blocks)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import example, given, settings
 
 from kvguard.kernels.mixing import mix
@@ -90,6 +91,7 @@ def test_a_ledger_agrees_with_a_plain_list_of_columns(operations: list[tuple[str
         assert ledger.first_extent == (live_ranges(columns) or [(0, 0)])[0]
         assert list(ledger.entries()) == live
         assert len(ledger) == len(columns)
+        assert ledger.in_one_run == bool(live and live_ranges(columns) == [(live[0][0], len(columns))])
         for column in range(-1, len(columns) + 2):
             entry = columns[column] if 0 <= column < len(columns) else None
             assert (ledger.page(column), ledger.tag(column)) == (entry or (GAP, 0))
@@ -101,6 +103,23 @@ def test_append_answers_the_column() -> None:
     assert ledger.append(5, 1) == 0
     ledger.skip(3)
     assert ledger.append(6, 2) == 4
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_a_run_is_extended_as_by_appending(asked: bool) -> None:
+    """Whether or not the digest was asked for since the last page; behind columns that a window has dropped, too."""
+    for dropped in (0, 2):
+        appended, extended = Ledger(KEY), Ledger(KEY)
+        for ledger in (appended, extended):
+            for page in range(3):
+                ledger.append(page, page + 10)
+            ledger.drop(0, dropped)
+            ledger.append(7, 17)
+            assert not asked or ledger.digest
+        for tag in (20, 21):
+            appended.append(9, tag)
+            assert extended.in_one_run and extended.extend_run(9, tag) == appended.digest == extended.digest
+        assert list(extended.entries()) == list(appended.entries()) and extended.extents == appended.extents
 
 
 def test_the_digest_depends_on_key_column_and_tag() -> None:

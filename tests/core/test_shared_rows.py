@@ -63,6 +63,18 @@ def test_both_requests_of_a_row_are_ended_and_the_third_goes_on(backend: str, kn
 
 
 @pytest.mark.parametrize("backend", ["numpy", "torch", "triton"])
+def test_rows_that_stay_shared_stay_unproven(backend: str) -> None:
+    """Another step that says something else, with the same rows: the device flags both again."""
+    with interpreting():
+        rig = three(backend, on_violation="observe")
+        for further in range(2):
+            rig.allocate("c", 5 + further)
+            delta = rig.guard.step(["a", "b", "c"], [0] * 3, [2] * 3)
+            inputs = {name: PoolInputs(table=table) for name, table in rig._wrap(rig.tables).items()}
+            assert rig.verifier.check(delta, inputs, table_rows=[0, 0, 2]).flagged_rows() == [0, 1]
+
+
+@pytest.mark.parametrize("backend", ["numpy", "torch", "triton"])
 def test_the_write_check_alone_ends_both(backend: str) -> None:
     """No digest is looked at: who may write nowhere writes nowhere."""
     with interpreting():

@@ -1,0 +1,251 @@
+"""Decode where pages are crossed, made in one call: the same books and messages as by the calls one after the other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvguard.content_key import ContentDomain
+from kvguard.guard import Guard
+from kvguard.messages import StepDelta
+from kvguard.page_table import Promise
+from kvguard.pools import PoolSpec
+from tests.core.support import MAIN, Rig, aborted, flag
+from tests.core.twins import Twins, said
+
+SIZE = 4
+POOL = PoolSpec(name="main", num_pages=48, page_size=SIZE, null_page=0)
+
+
+def changes(delta: StepDelta) -> set[tuple[int, int, int]]:
+    """Page, tag and writer word of every tag change."""
+    (section,) = delta.sections
+    return set(zip(*(delta.array(span).tolist() for span in section[1:4]), strict=True))
+
+
+def standing(guard: Guard) -> list[Any]:
+    """What the books hold, down to the last page and row; but for progress, which is written once somebody asks."""
+    books = guard._books
+    (table,) = books.tables
+    pages = [
+        (page, record.tag, sorted(record.holders), record.owner, record.publication, record.former, record.was_used)
+        + (None if record.promise is None else (record.promise.writer.id, record.promise.step),)
+        + (guard._books.recorder.history("main", page),)
+        for page, record in sorted(table._records.items())
+    ]
+    rows = [
+        (name, state.ledgers[0].digest, state.ledgers[0].extents, list(state.ledgers[0].entries()), state.floor)
+        + (state.capacity, len(state.promises), books.rows.table[:, state.slot].tolist())
+        for name, state in sorted(books.requests.items())
+    ]
+    return [pages, rows, table.changes, table.writers, books.tags.upcoming, len(books.marked), len(books.rows.touched)]
+
+
+class DecodingTwins(Twins):
+    """Pages are taken and published as decode does: in the step that needs them, and in the one that fills them."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed, (POOL,))
+        self.onward = 0
+
+    def step(self) -> None:
+        names = [name for name in self.batch if name in self.tokens]
+        if not names or self.rng.random() < 0.1:
+            names = self.rng.sample(sorted(self.tokens), self.rng.randint(0, len(self.tokens)))
+        starts = [self.tokens[name] for name in names]
+        grown, published = [], []
+        for row, name in enumerate(names):
+            pages = self.held[name]["main"]
+            if len(pages) * SIZE <= self.tokens[name] and self.free["main"]:
+                grown.append((row, self.free["main"].pop(0)))
+                pages.append(grown[-1][1])
+                if self.rng.random() < 0.1 and self.free["main"]:
+                    # A page ahead: it is taken in the same step, for a column that is not reached yet.
+                    grown.append((row, self.free["main"].pop(0)))
+                    pages.append(grown[-1][1])
+            self.tokens[name] += 1
+            if self.tokens[name] % SIZE == 0 and self.rng.random() < 0.8:
+                published.append((row, self.tokens[name] // SIZE - 1, self.key(name)))
+        ends = [self.tokens[name] for name in names]
+        delta = None
+        if names == self.batch and self.consecutive(names):
+            before = standing(self.short)
+            delta = self.short.step_onward(grown, published)
+            assert delta is not None or standing(self.short) == before
+        if delta is None:
+            self.take(self.short, names, grown, published)
+            delta = self.short.step(names, range(len(names)), ends, starts)
+        else:
+            self.onward += bool(grown or published)
+        self.take(self.long, names, grown, published)
+        long = self.long.step(names, range(len(names)), ends, starts)
+        assert said(delta) == said(long) and changes(delta) == changes(long)
+        self.batch, self.last = names, dict(zip(names, ends, strict=True))
+        self.in_flight.append((delta.step, names))
+        assert standing(self.short) == standing(self.long)
+
+    def key(self, name: str) -> Hashable:
+        """Now and then one that another page is published under."""
+        return ("shared", self.tokens[name]) if self.rng.random() < 0.2 else (name, self.tokens[name])
+
+    @staticmethod
+    def take(guard: Guard, names: list[str], grown: list[tuple[int, int]], published: list[Any]) -> None:
+        """The long way to the same books."""
+        if grown:
+            assert not guard.allocate_each([names[row] for row, _ in grown], [page for _, page in grown])
+        for row, column, key in published:
+            guard.publish(names[row], column, key)
+
+
+def test_onward_is_what_the_calls_one_by_one_come_to() -> None:
+    """Random decode: the same deltas, books, histories, judgements and counters, and many steps were made in a call."""
+    made = 0
+    calls = ["step"] * 14 + ["judge"] * 13 + ["start", "start", "finish", "publish", "rewind", "compare"]
+
+    @given(st.integers(0, 2**32), st.lists(st.sampled_from(calls), min_size=40, max_size=160))
+    @settings(max_examples=100, deadline=None, derandomize=True, database=None)
+    def run(seed: int, chosen: list[str]) -> None:
+        nonlocal made
+        twins = DecodingTwins(seed)
+        for call in ["start", "start", *chosen]:
+            if call != "step" or len(twins.in_flight) < 3:
+                getattr(twins, call)()
+        twins.compare()
+        made += twins.onward
+
+    run()
+    assert made > 300
+
+
+def decoding(**options: Any) -> Rig:
+    """Two requests, one of which needs another page next; their last step is verified."""
+    rig = Rig(**options)
+    rig.start("a", "b", "idle")
+    rig.allocate("a", 1, 2)
+    rig.allocate("b", 3, 4)
+    rig.allocate("idle", 9, 10)
+    for ends, starts in (([7, 5], [0, 0]), ([8, 6], [7, 5])):
+        assert rig.judge(rig.check(rig.guard.step(["a", "b"], [0, 1], ends, starts))).clean
+    return rig
+
+
+def onward(rig: Rig, grown: list[tuple[int, int]], published: Any = ()) -> StepDelta | None:
+    """The step made in one call; its pages go into the block table."""
+    delta = rig.guard.step_onward(grown, published)
+    for row, page in grown if delta is not None else ():
+        rig._append(("a", "b")[row], [page], None)
+    return delta
+
+
+def test_a_page_is_taken_checked_and_given_back() -> None:
+    """The tag change reaches the device before the check, and the page is held as any other."""
+    rig = decoding()
+    delta = onward(rig, [(0, 5)])
+    assert delta is not None and not delta.again and changes(delta)
+    assert rig.judge(rig.check(delta)).clean
+    assert rig.guard.pages("a") == [1, 2, 5]
+    again = rig.guard.step_again()
+    assert again is not None and rig.judge(rig.check(again)).clean
+    assert rig.guard.allocate("b", [5]) == [], "it is a's"
+
+
+def test_a_page_that_nobody_told_the_books_of_is_found() -> None:
+    """The row reads another page than the one that it was promised."""
+    rig = decoding()
+    delta = onward(rig, [(0, 5)])
+    assert delta is not None
+    flag(rig, "a")
+    assert aborted(rig.judge(rig.check(delta))) == {"a"}
+
+
+def test_a_page_published_by_the_step_that_fills_it_is_kept_by_its_verdict() -> None:
+    """Promised until the step is judged; revoked where the step is flagged."""
+    for flagged in (False, True):
+        rig = decoding()
+        first = onward(rig, [(0, 5)])
+        assert first is not None and rig.judge(rig.check(first)).clean
+        delta = onward(rig, [], [(1, 1, "key")])
+        assert delta is not None and delta.again, "nothing that the device sees has changed"
+        assert rig.guard.page_state(4) == "promised"
+        if flagged:
+            flag(rig, "b")
+        assert aborted(rig.judge(rig.check(delta))) == ({"b"} if flagged else set())
+        assert rig.guard.page_state(4) == ("allocated" if flagged else "complete")
+
+
+def _stall(rig: Rig) -> None:
+    rig.guard._books.state("b").stalled = True
+
+
+NOT_ONWARD: dict[str, tuple[Callable[[Rig], Any], list[tuple[int, int]], list[tuple[int, int, Hashable]]]] = {
+    "a page that another request holds": (lambda rig: None, [(0, 9)], []),
+    "the null page": (lambda rig: None, [(0, 0)], []),
+    "a page outside the pool": (lambda rig: None, [(0, MAIN.num_pages)], []),
+    "one page for two": (lambda rig: None, [(0, 5), (1, 5)], []),
+    "two pages for one": (lambda rig: None, [(0, 5), (0, 6)], []),
+    "a row that needs a page and gets none": (lambda rig: None, [(1, 5)], []),
+    "a page that is published already": (lambda rig: rig.guard.publish("b", 0, "old"), [(0, 5)], [(1, 0, "key")]),
+    "a page that is complete already": (lambda rig: None, [(0, 5)], [(0, 1, "key")]),
+    "a page that the step does not fill": (lambda rig: None, [(0, 5)], [(1, 1, "key")]),
+    "a column that is not there": (lambda rig: None, [(0, 5)], [(1, 7, "key")]),
+    "a request that is condemned": (lambda rig: rig.guard._books.marked.add(rig.guard._books.state("a")), [(0, 5)], []),
+    "a ledger that has changed": (lambda rig: rig.allocate("b", 6), [(0, 5)], []),
+    "a page in quarantine": (lambda rig: rig.guard._books.quarantine_page(0, 20), [(0, 5)], []),
+    "a gap at the end": (lambda rig: _gap(rig), [(0, 5)], []),
+}
+
+
+def _gap(rig: Rig) -> None:
+    rig.guard.skip("a", 1)
+    delta = rig.guard.step(["a", "b"], [0, 1], [8, 6], [8, 6])
+    rig.judge(rig.check(delta))
+
+
+@pytest.mark.parametrize("case", NOT_ONWARD)
+def test_whatever_takes_a_closer_look_is_left_to_the_long_way(case: str) -> None:
+    """None is answered, no number is taken, and the books are as they were."""
+    rig = decoding()
+    prepare, grown, published = NOT_ONWARD[case]
+    prepare(rig)
+    before, step = standing(rig.guard), rig.guard._books.step
+    assert rig.guard.step_onward(grown, published) is None
+    assert standing(rig.guard) == before and rig.guard._books.step == step
+
+
+def test_a_stalled_request_publishes_nothing_in_passing() -> None:
+    """What it writes is not known to be whole: the long way makes a promise that is never kept."""
+    rig = decoding()
+    assert onward(rig, [(0, 5)]) is not None
+    _stall(rig)
+    assert rig.guard.step_onward([], [(1, 1, "key")]) is None
+
+
+def test_a_page_that_is_promised_is_not_taken_in_passing() -> None:
+    """Its promise has to be revoked first."""
+    rig = decoding()
+    books = rig.guard._books
+    books.tables[0].record(20).promise = Promise("main", 20, 0, books.state("b"), 4)
+    assert rig.guard.step_onward([(0, 20)]) is None
+    assert rig.guard.step_onward([(0, 21)]) is not None
+
+
+def test_content_keys_and_several_pools_take_the_long_way() -> None:
+    """There a publication has to be compared, and a row may need a page of another pool."""
+    of_keys: dict[str, Any] = {"level": "keys"}
+    for options in (of_keys, {}):
+        pools = () if options else (MAIN, PoolSpec(name="other", num_pages=32, page_size=4))
+        rig = Rig(*pools, **options)
+        rig.start("a")
+        for pool in rig.pools:
+            rig.allocate("a", 1, 2, pool=pool.name)
+        if options:
+            rig.guard.identify("a", ContentDomain(model="m"), list(range(8)))
+        for end, start in ((7, 0), (8, 7)):
+            rig.guard.step(["a"], [0], [end], [start])
+        assert rig.guard.step_onward([(0, 5)]) is None
+        assert np.count_nonzero(rig.tables["main"][0]) == 2
