@@ -176,15 +176,14 @@ class BookKeeping(PageHandover):
     def _attach(self, promise: Promise, state: RequestState) -> None:
         """An open promise waits with the step in flight that writes it, or with the writer until one is scheduled."""
         books = self._books
-        for pending in books.pending.values():
-            for row in pending.rows_of(state):
-                same = pending.incarnations[row] == state.incarnation
-                if same and pending.end(row) >= promise.need_tokens:
-                    promise.step = pending.step
-                    pending.promises.append((row, promise))
-                    return
-        state.promises.append(promise)
-        books.marked.add(state)
+        found = books.writing_step(state, promise.need_tokens)
+        if found is None:
+            state.promises.append(promise)
+            books.marked.add(state)
+            return
+        pending, row = found
+        promise.step = pending.step
+        pending.promises.append((row, promise))
 
     def adopt(
         self,

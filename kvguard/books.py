@@ -175,6 +175,14 @@ class Books:
                     tokens = max(tokens, pending.end(row))
         return tokens
 
+    def writing_step(self, state: RequestState, tokens: int) -> tuple[PendingStep, int] | None:
+        """The first step in flight that brings the request to so many tokens, and its row there; None if none does."""
+        for pending in self.pending.values():
+            for row in pending.rows_of(state):
+                if pending.incarnations[row] == state.incarnation and pending.end(row) >= tokens:
+                    return pending, row
+        return None
+
     def open_promises(self, writer: RequestState) -> list[Promise]:
         """Promises of this writer that are neither kept nor broken, scheduled or not."""
         scheduled = [

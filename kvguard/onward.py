@@ -58,8 +58,8 @@ def continue_step(
         return None
     further = again.further + tokens
     taken = _pages_to_take(books, batch, again, grown, size)
-    promises = _promises_to_make(books, batch, again, published, size, further)
-    if taken is None or promises is None:
+    publications = _publications_to_make(books, batch, again, published, size, further)
+    if taken is None or publications is None:
         return None
     rooms = rooms.copy()
     for row, *_, room in taken:
@@ -70,10 +70,12 @@ def continue_step(
     again.rooms, again.room, again.further = rooms, room, further
     delta = _take(books, batch, step, taken, size, again.enforce)
     pending = PendingStep(step, batch, again.ends, again.enforce, books.tags.upcoming, further)
-    for row, key, promise in promises:
-        promise.step = step
-        books.tables[0].publish(promise.page, key, promise, promise.writer.id)
-        pending.promises.append((row, promise))
+    for state, page, key, promise, keeper in publications:
+        books.tables[0].publish(page, key, promise, state.id)
+        if promise is not None:
+            step_that_writes, row = keeper if keeper is not None else (pending, batch.rows_of(state)[0])
+            promise.step = step_that_writes.step
+            step_that_writes.promises.append((row, promise))
     return delta, pending
 
 
@@ -109,6 +111,10 @@ _Taken = tuple[int, int, RequestState, int, int]
 """A row that goes on to a page: row, page, request, the floor that it has then, and how far it can go on."""
 
 
+_Publication = tuple[RequestState, int, Hashable, Promise | None, tuple[PendingStep, int] | None]
+"""Request, page, key; the promise, if it is not complete yet; the step in flight that keeps it, if not this one."""
+
+
 def _pages_to_take(
     books: Books, batch: Batch, again: Again, grown: Sequence[tuple[int, int]], size: int
 ) -> list[_Taken] | None:
@@ -132,22 +138,35 @@ def _pages_to_take(
     return taken
 
 
-def _promises_to_make(
+def _publications_to_make(
     books: Books, batch: Batch, again: Again, published: Sequence[tuple[int, int, Hashable]], size: int, further: int
-) -> list[tuple[int, Hashable, Promise]] | None:
-    """Publications of pages that are their request's own, that nobody has published, and that this step fills."""
+) -> list[_Publication] | None:
+    """Publications of pages that are their request's own, that nobody has published, and that this step fills at last.
+
+    With steps in flight an engine publishes a page once it knows its last token, which an earlier one has written.
+    """
     table = books.tables[0]
-    promises: list[tuple[int, Hashable, Promise]] = []
+    found: list[_Publication] = []
     for row, column, key in published:
         state, need = batch.states[row], (column + 1) * size
         page, tag = state.ledgers[0].entry(column)
         record = table.record_under(page, tag)
         if record is None or record.publication is not None or record.promise is not None or state.stalled:
             return None
-        if not again.ends[row] + again.further < need <= again.ends[row] + further:
+        if need > again.ends[row] + further:
             return None
-        promises.append((row, key, Promise(table.spec.name, page, tag, state, need)))
-    return promises if len({promise.page for _, _, promise in promises}) == len(promises) else None
+        promise: Promise | None = Promise(table.spec.name, page, tag, state, need)
+        keeper = None
+        if need <= again.ends[row] + again.further:
+            books.write_progress()
+            if need <= state.computed:
+                promise = None
+            else:
+                keeper = books.writing_step(state, need)
+                if keeper is None:
+                    return None
+        found.append((state, page, key, promise, keeper))
+    return found if len({page for _, page, *_ in found}) == len(found) else None
 
 
 def _take(books: Books, batch: Batch, step: int, taken: list[_Taken], size: int, enforce: bool) -> StepDelta:

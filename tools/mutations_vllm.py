@@ -29,7 +29,49 @@ _SETUP: Final = f"{SETUPS}::test_healthy_traffic_is_unchanged_and_a_fault_has_on
 _FAULT: Final = f"{RUNNER}::test_a_fault_ends_its_victim_or_is_refused"
 TWINS: Final = f"{LIFE}::test_a_flagged_writer_takes_along_who_shares_its_step[2-async]"
 
+CROSSING: Final = "tests/vllm/test_crossing.py"
+
 VLLM_MUTATIONS: Final = (
+    Mutation(
+        name="vllm-crossing-of-two-blocks", path=BOOKS, tests=(CROSSING,),
+        old="if counts[row] != known[row] + 1 or page not in fresh:",
+        new="if page not in fresh:",
+    ),
+    Mutation(
+        name="vllm-crossing-to-a-block-of-others", path=BOOKS, tests=(CROSSING,),
+        old="if counts[row] != known[row] + 1 or page not in fresh:",
+        new="if counts[row] != known[row] + 1:",
+    ),
+    Mutation(
+        name="vllm-crossing-beside-a-connector", path=BOOKS, tests=(CROSSING,),
+        old="        if len(grown) != len(fresh):\n            return None\n",
+        new="",
+    ),
+    Mutation(
+        name="vllm-crossing-with-two-publications", path=BOOKS, tests=(CROSSING,),
+        old="if len(entries) > 1 or block.block_hash != key or",
+        new="if block.block_hash != key or",
+    ),
+    Mutation(
+        name="vllm-crossing-with-a-publication-that-is-gone", path=BOOKS, tests=(CROSSING,),
+        old="if len(entries) > 1 or block.block_hash != key or",
+        new="if len(entries) > 1 or",
+    ),
+    Mutation(
+        name="vllm-crossing-of-a-request-that-waits", path=BOOKS, tests=(CROSSING,),
+        old="or block.block_hash != key or name not in self._row_of:\n                return None\n            published.append((self._row_of[name], column, key))",
+        new="or block.block_hash != key:\n                return None\n            published.append((self._row_of.get(name, 0), column, key))",
+    ),
+    Mutation(
+        name="vllm-crossing-that-forgets-its-blocks", path=BOOKS, tests=(CROSSING,),
+        old="                self._columns[names[row]][0] += 1\n",
+        new="",
+    ),
+    Mutation(
+        name="vllm-crossing-of-one-that-did-not-go-on", path=BOOKS, tests=(CROSSING,),
+        old="        if self._scheduler.requests[names[turn]].num_computed_tokens != self._ends[turn] + repeats:\n            return None\n",
+        new="",
+    ),
     Mutation(
         name="vllm-publications-unrecorded", path=BOOKS, tests=(TWINS,),
         old="        self._published.setdefault(request, []).append(entry)\n",

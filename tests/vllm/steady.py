@@ -25,7 +25,16 @@ def main(runner: Any, asynchronous: bool, model: Path) -> dict[str, Any]:
 
     register()
     engine = VllmEngine(VllmOptions(model=model, runner=runner, asynchronous=asynchronous))
-    guard = engine.guard_side.guard
+    guard: Any = engine.guard_side.guard
+    step_onward, crossed = guard.step_onward, 0
+
+    def counted_onward(grown: Any, published: Any) -> Any:
+        nonlocal crossed
+        delta = step_onward(grown, published)
+        crossed += delta is not None and bool(grown)
+        return delta
+
+    guard.step_onward = counted_onward
     healthy = engine.generate(PROMPTS, TOKENS)
     steps = guard.health().counters["steps_verified"]
     worker = engine.runner._kvguard_attached
@@ -47,6 +56,7 @@ def main(runner: Any, asynchronous: bool, model: Path) -> dict[str, Any]:
     return {
         "steps": steps,
         "short": short,
+        "crossed": crossed,
         "health": guard.health().ok,
         "healthy": [answer.finish_reason for answer in healthy],
         "broken": [answer.finish_reason for answer in broken],

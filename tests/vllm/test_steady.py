@@ -36,6 +36,8 @@ def test_most_steps_are_short_and_a_fault_in_one_has_one_victim(
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["health"] and found["healthy"] == ["length"] * 3
     assert found["steps"] * 0.7 < found["short"] <= found["steps"]
+    # Six blocks are crossed in each run: few in steps in which a request comes, or the books look in full.
+    assert found["crossed"] >= 6
     assert found["broken"] == ["length", "error", "length"] and found["same"] == [True, False, True]
     assert FAULT <= found["tokens"] < 60
     assert found["kinds"] == ["null-entry"]

@@ -1,0 +1,182 @@
+"""Decode where blocks are crossed, as the books of a vLLM scheduler learn it: in one call, or else in full.
+
+The scheduler is a stand-in here, so that each thing can be out of the ordinary alone; `test_steady.py` runs real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvguard.adapters.vllm.block_books import REPEATS_MAX, BlockBooks
+from kvguard.config import GuardConfig
+from kvguard.guard import Guard
+from kvguard.messages import Verdicts
+from kvguard.pools import PoolSpec
+
+BLOCK = 4
+
+
+def block(page: int) -> Any:
+    return SimpleNamespace(block_id=page, is_null=False, block_hash=None)
+
+
+class Decode:
+    """Requests a and b in decode: a has filled its last block, b fills its own with the next token."""
+
+    def __init__(self) -> None:
+        guard: Any = Guard((PoolSpec(name="group0", num_pages=40, page_size=BLOCK),), GuardConfig.default(seed=1))
+        self.guard = guard
+        self.blocks = {"a": [block(1), block(2)], "b": [block(3), block(4)], "waiting": []}
+        self.requests = {
+            name: SimpleNamespace(request_id=name, num_computed_tokens=computed, num_tokens=20, block_hashes=[])
+            for name, computed in (("a", 7), ("b", 6), ("waiting", 0))
+        }
+        single = SimpleNamespace(req_to_blocks=self.blocks, block_size=BLOCK)
+        pool = SimpleNamespace(hash_block_size=BLOCK, cached_block_hash_to_block=SimpleNamespace(pop=lambda *_: None))
+        manager = SimpleNamespace(block_pool=pool, coordinator=SimpleNamespace(single_type_managers=[single]))
+        scheduler = SimpleNamespace(kv_cache_manager=manager, requests=self.requests, vllm_config=None)
+        self.books = BlockBooks(self.guard, scheduler, self.guard.setup.pools)
+        self.in_full = 0
+        step = guard.step
+
+        def counted(*args: Any) -> Any:
+            self.in_full += 1
+            return step(*args)
+
+        guard.step = counted
+        self.books._fresh.update((1, 2, 3, 4))
+        self.run(chunks={"a": 7, "b": 6})
+        self.go_on()
+        self.run()
+
+    def go_on(self, *names: str) -> None:
+        """A token more for each."""
+        for name in names or ("a", "b"):
+            self.requests[name].num_computed_tokens += 1
+
+    def take(self, name: str, page: int) -> None:
+        """The next block of a request."""
+        self.books._taken([block(page)], lambda _: [])
+        self.blocks[name].append(block(page))
+
+    def publish(self, name: str, column: int, key: Any, *, now: Any = None) -> None:
+        """The cache holds the block under `key`; by the time that the books look, under `now`."""
+        filled = self.blocks[name][column]
+        filled.block_hash = key
+        self.books._note_publication(name, 0, column, filled, False)
+        filled.block_hash = now if now is not None else key
+
+    def run(self, chunks: dict[str, int] | None = None) -> Any:
+        """The message of a step, whose rows are found clean."""
+        scheduled = chunks or {"a": 1, "b": 1}
+        output = SimpleNamespace(
+            num_scheduled_tokens=scheduled,
+            scheduled_spec_decode_tokens={},
+            total_num_scheduled_tokens=sum(scheduled.values()),
+        )
+        delta = self.books._payload(output).delta
+        records = np.zeros((1, len(scheduled), 4), np.int64)
+        assert self.guard.judge(Verdicts(step=delta.step, records=records)).clean
+        return delta
+
+    def told(self) -> tuple[Any, ...]:
+        """What the guard and the books of the scheduler know."""
+        guard, books = self.guard, self.books
+        pages = {name: guard.pages(name) for name in ("a", "b")}
+        states = {page: str(guard.page_state(page)) for page in range(1, 12)}
+        known = (dict(books._group_of), {name: list(columns) for name, columns in books._columns.items()})
+        return pages, states, known, books._counts, set(books._fresh), dict(books._published), dict(books._key_in_pass)
+
+
+def both_cross(decode: Decode) -> None:
+    decode.take("a", 5)
+    decode.publish("b", 1, "key")
+    decode.go_on()
+
+
+def test_what_decode_does_is_learnt_in_one_call_and_as_in_full() -> None:
+    """The same pages, states and columns; the next token is another step of the shortest kind."""
+    short, full = Decode(), Decode()
+    full.books._repeats = REPEATS_MAX
+    for decode in (short, full):
+        before = decode.in_full
+        both_cross(decode)
+        decode.run()
+        assert decode.in_full - before == (decode is full)
+    assert short.told() == full.told()
+    assert short.told()[0] == {"a": [1, 2, 5], "b": [3, 4]} and short.guard.page_state(4) == "complete"
+    short.take("b", 6)
+    short.go_on()
+    before = short.in_full
+    delta = short.run()
+    assert short.in_full == before and short.guard.pages("b") == [3, 4, 6] and not delta.again
+    short.go_on()
+    assert short.run().again
+
+
+def _connector(decode: Decode) -> None:
+    """A request that is not scheduled got a block, too: a connector loads it."""
+    decode.take("waiting", 8)
+
+
+def _two_blocks(decode: Decode) -> None:
+    decode.take("b", 8)
+    decode.take("b", 9)
+
+
+def _no_fresh_block(decode: Decode) -> None:
+    """A block came without having left the free queue, and another one left it for nobody."""
+    decode.publish("b", 0, "hit")
+    decode.books._publish("b")
+    decode.blocks["a"].append(decode.blocks["b"][0])
+    decode.books._taken([block(9)], lambda _: [])
+
+
+def _published_by_a_waiting_one(decode: Decode) -> None:
+    decode.take("waiting", 8)
+    decode.books._fresh.discard(8)
+    decode.publish("waiting", 0, "loaded")
+
+
+def _published_twice(decode: Decode) -> None:
+    decode.publish("b", 0, "first")
+
+
+def _gone_from_the_cache(decode: Decode) -> None:
+    decode.books._published.clear()
+    decode.publish("b", 1, "key", now="other")
+
+
+def _slow(decode: Decode) -> None:
+    """One of them did not go on."""
+    for name in ("a", "b"):
+        decode.requests[name].num_computed_tokens -= 1
+
+
+ODD: dict[str, Callable[[Decode], None]] = {
+    "a waiting request's block": _connector,
+    "two blocks at once": _two_blocks,
+    "a block that is not fresh": _no_fresh_block,
+    "a waiting request's publication": _published_by_a_waiting_one,
+    "two publications of one request": _published_twice,
+    "a publication that is gone": _gone_from_the_cache,
+    "a request that did not go on": _slow,
+}
+
+
+@pytest.mark.parametrize("case", ODD)
+def test_anything_else_is_looked_at_in_full(case: str) -> None:
+    """The call answers None and has noted nothing."""
+    decode = Decode()
+    both_cross(decode)
+    ODD[case](decode)
+    before = decode.told()
+    assert decode.books._another_token(2, ["a", "b"]) is None
+    assert decode.told() == before
+
+
