@@ -1,12 +1,17 @@
 """Takes one check out of the guard at a time and demands that a test goes red: `python tools/mutate.py [NAME ...]`.
 
 Each mutation of tools/mutations.py is applied to a copy of the source tree in a temporary folder, where the named tests
-are run. A mutation whose text no longer matches, a run that cannot collect its tests and a copy that is red without
+are run. A mutation whose text no longer matches, a run that cannot collect its tests and a test that is red without
 any mutation are errors, not passes.
+
+tools/mutation_hints.json says which test went red last time. That one is run first, and where it goes red again the
+others need not be; where it does not, they are all run. It saves time and decides nothing. `--remember` brings it up to
+date with what this run saw.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import re
@@ -28,6 +33,7 @@ from tools.mutation import Mutation  # noqa: E402
 from tools.mutations import MUTATIONS  # noqa: E402
 from tools.warm_python import PRELOADED, WarmPython  # noqa: E402
 
+HINTS = ROOT / "tools" / "mutation_hints.json"
 COPIED = ("kvguard", "kernels", "adapters", "fault_injection", "tests", "docs", "pyproject.toml")
 WORKERS = 2
 TIMEOUT_S = 600
@@ -85,7 +91,10 @@ def run_tests(
     tree: Path, tests: Sequence[str], warm: WarmPython | None = None
 ) -> subprocess.CompletedProcess[str]:
     """The quick tests of these files, up to the first that is red; in a fork of `warm`, if there is one."""
-    options = ("-x", "-q", "-rf", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow and not soak")
+    options = (
+        "-x", "-q", "-rf", "--no-header", "--tb=no", "-p", "no:cacheprovider", "-m", "not slow and not soak",
+        "--hypothesis-profile=mutation",
+    )  # fmt: skip
     if warm is not None:
         return warm.run([*options, *tests], timeout=TIMEOUT_S)
     return run_python(tree, "-m", "pytest", *options, *tests)
@@ -98,9 +107,35 @@ def check_tree(tree: Path, tests: Sequence[str]) -> None:
     inside = [Path(path).resolve().is_relative_to(tree.resolve()) for path in found.stdout.split()]
     if found.returncode or not all(inside):
         raise MutationError(f"the tests would not run on the copy: {found.stdout}{found.stderr}")
-    done = run_tests(tree, tests)
+    if tests:
+        require_green(tree, tests)
+
+
+def require_green(tree: Path, tests: Sequence[str], warm: WarmPython | None = None) -> None:
+    """Without a mutation these tests pass. MutationError otherwise."""
+    done = run_tests(tree, tests, warm)
     if done.returncode != GREEN:
         raise MutationError(f"the copy is not green without a mutation:\n{done.stdout[-3000:]}{done.stderr[-1000:]}")
+
+
+def read_hints() -> dict[str, str]:
+    """Mutation -> the test that it turned red when somebody last remembered."""
+    return dict(json.loads(HINTS.read_text(encoding="utf-8"))) if HINTS.exists() else {}
+
+
+def usable_hints(tree: Path, mutations: Sequence[Mutation]) -> dict[str, str]:
+    """Those hints whose tests are there still, among the ones that their mutation names."""
+    hints = {mutation.name: read_hints().get(mutation.name, "") for mutation in mutations}
+    files = sorted({hint.split("::")[0] for hint in hints.values() if hint})
+    found: set[str] = set()
+    if files:
+        options = ("-q", "--no-header", "-p", "no:cacheprovider", "--collect-only")
+        found = set(run_python(tree, "-m", "pytest", *options, *files).stdout.splitlines())
+    named = {
+        mutation.name: any(hints[mutation.name].startswith(test.split("[")[0]) for test in mutation.tests)
+        for mutation in mutations
+    }
+    return {name: hint for name, hint in hints.items() if hint in found and named[name]}
 
 
 def mutated_text(source: str, mutation: Mutation) -> str:
@@ -113,20 +148,27 @@ def mutated_text(source: str, mutation: Mutation) -> str:
     return text
 
 
-def try_mutation(tree: Path, mutation: Mutation, warm: WarmPython | None = None) -> Outcome:
-    """Apply, test, restore."""
+def try_mutation(
+    tree: Path, mutation: Mutation, warm: WarmPython | None = None, hint: str | None = None
+) -> Outcome:
+    """Apply, test, restore. `hint`: a test that is green without the mutation, to be run before the others."""
     path = tree / mutation.path
     source = path.read_text(encoding="utf-8")
     try:
         path.write_text(mutated_text(source, mutation), encoding="utf-8")
-        done = run_tests(tree, mutation.tests, warm)
+        done = run_tests(tree, [hint] if hint else mutation.tests, warm)
+        if hint and done.returncode != RED:
+            hint, done = None, run_tests(tree, mutation.tests, warm)
+        path.write_text(source, encoding="utf-8")
+        red = re.search(r"^FAILED (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
+        if done.returncode == RED and red is not None:
+            if not hint:
+                require_green(tree, [red.group(1)], warm)
+            return Outcome(name=mutation.name, red=red.group(1))
     except (MutationError, SyntaxError, subprocess.TimeoutExpired) as error:
         return Outcome(name=mutation.name, error=str(error))
     finally:
         path.write_text(source, encoding="utf-8")
-    red = re.search(r"^FAILED (\S+)", done.stdout, re.MULTILINE)
-    if done.returncode == RED and red is not None:
-        return Outcome(name=mutation.name, red=red.group(1))
     if done.returncode == GREEN:
         return Outcome(name=mutation.name)
     return Outcome(name=mutation.name, error=f"pytest exit code {done.returncode}: {done.stdout[-500:]}")
@@ -144,18 +186,17 @@ def run_all(
     `preloaded`: tests run in forks of a Python that has imported these modules, with more variables in its
     `environment`; none: each in a Python of its own.
     """
-    tests = sorted({test for mutation in mutations for test in mutation.tests})
     trees: queue.SimpleQueue[tuple[Path, WarmPython | None]] = queue.SimpleQueue()
 
     def on_a_free_tree(mutation: Mutation) -> Outcome:
         tree, warm = trees.get()
         try:
-            return try_mutation(tree, mutation, warm)
+            return try_mutation(tree, mutation, warm, hints.get(mutation.name))
         finally:
             trees.put((tree, warm))
 
     with source_tree() as first, source_tree() as second, ThreadPoolExecutor(workers) as pool:
-        check_tree(first, tests)
+        check_tree(first, ())
         started = []
         for tree in (first, second)[:workers]:
             warm = None
@@ -165,14 +206,24 @@ def run_all(
                 started.append(warm)
             trees.put((tree, warm))
         try:
+            hints = usable_hints(first, mutations)
+            if hints:
+                require_green(first, sorted(set(hints.values())), started[0] if started else None)
             return list(pool.map(on_a_free_tree, mutations))
         finally:
             for warm in started:
                 warm.stop()
 
 
+def remember(outcomes: Sequence[Outcome]) -> None:
+    """Write down which test each mutation turned red, for the next run."""
+    hints = read_hints() | {outcome.name: outcome.red for outcome in outcomes if outcome.red}
+    HINTS.write_text(json.dumps(hints, indent=0, sort_keys=True) + "\n", encoding="utf-8")
+
+
 def main(names: Sequence[str]) -> int:
     """Print the table; 0 if every mutation turned a test red."""
+    remembering, names = "--remember" in names, [name for name in names if name != "--remember"]
     chosen = [mutation for mutation in MUTATIONS if not names or any(name in mutation.name for name in names)]
     if not chosen:
         print(f"usage: mutate.py [NAME ...]; no mutation has {' or '.join(names)} in its name", file=sys.stderr)
@@ -181,6 +232,8 @@ def main(names: Sequence[str]) -> int:
     width = max((len(outcome.name) for outcome in outcomes), default=0)
     for outcome in outcomes:
         print(f"{outcome.name:<{width}}  {outcome.red or outcome.error or 'SURVIVED'}")
+    if remembering:
+        remember(outcomes)
     bad = sum(outcome.red is None for outcome in outcomes)
     print(f"{len(outcomes)} mutations, {bad} without a red test")
     return 1 if bad or not outcomes else 0

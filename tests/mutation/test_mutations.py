@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from tools.mutate import MutationError, Outcome, check_tree, mutated_text, run_all, source_tree, try_mutation
+from tools.mutate import (
+    MutationError,
+    Outcome,
+    check_tree,
+    mutated_text,
+    run_all,
+    source_tree,
+    try_mutation,
+    usable_hints,
+)
 from tools.mutation import Mutation
 from tools.mutations import MUTATIONS, TAGS
 
@@ -77,3 +86,19 @@ def test_a_copy_that_is_red_already_is_refused() -> None:
         path.write_text(path.read_text().replace("self._next = tag + 1", "self._next = tag"))
         with pytest.raises(MutationError, match="not green"):
             check_tree(tree, [TAGS])
+        outcome = try_mutation(tree, HARMLESS)
+        assert outcome.red is None and "not green without a mutation" in str(outcome.error)
+
+
+def test_a_hint_is_tried_first_and_decides_nothing() -> None:
+    """One that does not go red any more, or is not there: the tests that the mutation names are all run."""
+    same_tag = replace(HARMLESS, old="self._next = tag + 1", new="self._next = tag")
+    with source_tree() as tree:
+        green = f"{TAGS}::test_tags_and_key_of_one_seed_are_not_derived_from_each_other"
+        found = try_mutation(tree, same_tag)
+        assert found.red is not None and found.red != green
+        for hint in (green, found.red, f"{TAGS}::test_that_is_gone"):
+            assert try_mutation(tree, same_tag, hint=hint).red == found.red
+        assert try_mutation(tree, HARMLESS, hint=green) == Outcome(name="harmless")
+        hints = usable_hints(tree, MUTATIONS)
+        assert len(hints) > 0.9 * len(MUTATIONS), "bring them up to date: python tools/mutate.py --remember"
