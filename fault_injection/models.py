@@ -100,7 +100,7 @@ def write_adapter(folder: Path, seed: int) -> Path:
         weights[f"{place}.lora_B.weight"] = torch.randn(width, 4, generator=generator) * 0.2
     folder.mkdir(parents=True, exist_ok=True)
     save_file(weights, str(folder / "adapter_model.safetensors"))
-    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": "tiny", "bias": "none"}
-    config |= {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    config: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
+    config |= {"base_model_name_or_path": "tiny", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
     (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

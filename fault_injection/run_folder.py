@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -269,7 +269,9 @@ def _check_plan(plan: CampaignPlan) -> None:
         }
         keyed = cell.fault in key_faults.get(cell.engine, ())
         faults = SGLANG_FAULTS if in_sglang else (*PAGE_FAULTS, *(TRANSFER_FAULTS if is_pd else ()))
-        proof_sets = WRITE_PROOF_SETS if cell.fault in writes else PHASE_PROOF_SETS if is_pd else PROOF_SETS
+        proof_sets: Sequence[str] = PHASE_PROOF_SETS if is_pd else PROOF_SETS
+        if cell.fault in writes:
+            proof_sets = WRITE_PROOF_SETS
         if keyed:
             proof_sets = SGLANG_KEY_PROOF_SETS[cell.fault] if in_sglang else KEY_PROOF_SETS
         schedulings = SCHEDULINGS if on_vllm else LOOPS if in_sglang else ("",)

@@ -21,7 +21,7 @@ __all__ = ["KEY_GUARDS", "SglangKeyRuns", "clean_runs"]
 
 POOL_TOKENS, TIGHT_TOKENS = 960, 448
 """Room for six requests of the traffic, so that pages are evicted, or for fewer, so that healthy runs retract."""
-ANSWERS, CLEAN_ANSWERS = range(12, 22), range(40, 53)
+ANSWERS, CLEAN_ANSWERS = range(12, 22), range(28, 40)
 """Tokens that requests ask for; in clean runs they outgrow the pool."""
 _AT_KEYS = {"KVGUARD_LEVEL": KEYS}
 KEY_GUARDS: dict[str, dict[str, str]] = {

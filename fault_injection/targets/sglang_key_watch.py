@@ -1,4 +1,4 @@
-"""What every page of a real SGLang really holds, and whose row names one that does not hold what the request is made of.
+"""What every page of a real SGLang really holds, and whose row names one that holds something else than its own.
 
 It knows no guard and no content key: it keeps beside each page the request that wrote it, and compares the tokens
 themselves, as `key_watch.py` does for the embedded engine.
@@ -201,7 +201,7 @@ def _later(arrival: Arrival) -> Arrival:
 
 
 def _new_weights(checkpoint: str) -> Any:
-    """What the tokenizer's process sends when an operator loads other weights: the cache is emptied in the same call."""
+    """What an operator's call for other weights comes to: the cache is emptied with it."""
     from sglang.srt.managers.io_struct import UpdateWeightFromDiskReqInput
 
     return UpdateWeightFromDiskReqInput(model_path=checkpoint, load_format="auto", flush_cache=True)

@@ -1,9 +1,9 @@
-"""Faults of what a cached page is found by, inside a real SGLang: in the keys of its radix tree, its nodes, its lookups.
+"""Faults of what a cached page is found by, inside a real SGLang: keys of its radix tree, its nodes, its lookups.
 
-SGLang has no hashes: its tree compares tokens, page by page, below a root for each pair of extra key and salt. A key that
-is made wrongly is one that leads elsewhere in the tree; see `faults/keys.py` for those of the embedded engine, whose names
-these share. They go into the engine before its first request, as a slip in its code would be there from the start, or wait
-for a request that they can lead astray.
+SGLang has no hashes: its tree compares tokens, page by page, below a root for each pair of extra key and salt. A key
+that is made wrongly is one that leads elsewhere in the tree; see `faults/keys.py` for those of the embedded engine,
+whose names these share. They go into the engine before its first request, as a slip in its code would be there from the
+start, or wait for a request that they can lead astray.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SglangKeyFault:
 
     seed: int
     engine: Any
-    untruncated: Mapping[Sequence[int], Sequence[int]] = field(default_factory=dict)
+    untruncated: Mapping[tuple[int, ...], tuple[int, ...]] = field(default_factory=dict)
 
     name: ClassVar[str]
     summary: ClassVar[str]

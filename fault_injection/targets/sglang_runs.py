@@ -192,4 +192,4 @@ def clean_runs(plan: CleanPlan, *, model: str) -> tuple[Run, Run]:
     return run_sglang(options, order), run_sglang(options, order, proofs="all")
 
 
-__all__ = ["GUARDS", "Order", "SglangRuns", "clean_runs", "golden_run", "run_sglang", "sglang_options", "sglang_traffic"]
+__all__ = ["GUARDS", "Order", "SglangRuns", "clean_runs", "golden_run", "run_sglang", "sglang_options"]

@@ -1,0 +1,137 @@
+"""`kvguard campaign --engine sglang --fault keys`: wrong keys in a real radix tree, and a harness that would notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvguard.fault_injection.faults.keys import KEY_FAULTS
+from kvguard.fault_injection.key_options import sglang_key_faults
+from kvguard.fault_injection.key_plan import KEYS
+from kvguard.fault_injection.options import UsageError
+from kvguard.fault_injection.plan import Cell, CleanPlan, TrialPlan
+from kvguard.fault_injection.results import DETECTED, MISSED, TrialResult
+from kvguard.fault_injection.sglang_plan import LOOPS
+from kvguard.fault_injection.targets.sglang_keys import NOT_IN_SGLANG_KEYS, SEEN_BY_TAGS, SGLANG_KEY_FAULTS
+from kvguard.fault_injection.targets.sglang_templates import templates
+from kvguard.fault_injection.trial import run_clean, run_trial
+from tests.sglang.test_campaign import ZEROS, command
+
+CELL = Cell(
+    engine="sglang", fault="", kv_dtype="fp32", weights="fp32", page_size=16, level=KEYS, scheduling="normal"
+)
+HARMLESS = {"wrong-salt"}
+"""Pages of one text for two tenants are equal: nobody's tokens change, and nobody may read them all the same."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def templates_end_with_the_module() -> Iterator[None]:
+    """Engines are forks of this process: those of this module are not those of another."""
+    templates.close()
+    yield
+    templates.close()
+
+
+@pytest.fixture
+def new_templates() -> Iterator[None]:
+    """For a test that patches: what it patches is in engines that start after it, and in no later one."""
+    templates.close()
+    yield
+    templates.close()
+
+
+def trial(fault: str, proofs: str, **cell: Any) -> TrialResult:
+    plan = TrialPlan(index=0, cell=replace(CELL, fault=fault, **cell), traffic_seed=3, fault_seed=3)
+    return run_trial(plan, model="tiny", backend="torch", proofs=proofs)
+
+
+def clean() -> Any:
+    fields = {name: getattr(CELL, name) for name in ("engine", "kv_dtype", "weights", "page_size", "scheduling")}
+    return run_clean(CleanPlan(index=0, traffic=KEYS, traffic_seed=5, **fields), model="tiny", backend="torch")
+
+
+def test_every_fault_of_cache_keys_is_made_or_has_its_reason() -> None:
+    """Those of the embedded engine, one way or the other; and the command line says the reason."""
+    assert SGLANG_KEY_FAULTS.keys() | NOT_IN_SGLANG_KEYS.keys() == KEY_FAULTS.keys()
+    assert not SGLANG_KEY_FAULTS.keys() & NOT_IN_SGLANG_KEYS.keys() and len(SGLANG_KEY_FAULTS) >= 8
+    assert sglang_key_faults("keys") == tuple(SGLANG_KEY_FAULTS) and sglang_key_faults("stale-row") == ()
+    for name, reason in NOT_IN_SGLANG_KEYS.items():
+        with pytest.raises(UsageError, match=name) as caught:
+            sglang_key_faults(name)
+        assert reason in str(caught.value)
+    with pytest.raises(UsageError, match="one campaign each"):
+        sglang_key_faults("phantom-hit,stale-row")
+
+
+@pytest.mark.parametrize("fault", SGLANG_KEY_FAULTS)
+def test_without_content_keys_only_paths_that_do_not_add_up_are_found(fault: str) -> None:
+    """At level `tags` a sound path of the tree is taken, whatever its pages hold; it would have changed tokens."""
+    result = trial(fault, "tags")
+    assert result.affected and result.potent == (fault not in HARMLESS)
+    assert (result.outcome == DETECTED) == (fault in SEEN_BY_TAGS), result
+    assert result.proven or (result.outcome == MISSED and result.detected_by == ())
+
+
+@pytest.mark.parametrize("fault", SEEN_BY_TAGS)
+def test_with_all_proofs_off_nothing_is_found(fault: str) -> None:
+    """Detections come from the proofs, not from the harness."""
+    result = trial(fault, "none")
+    assert result.outcome == MISSED and result.detected_by == ()
+
+
+def test_clean_runs_are_clean_and_contain_what_they_must() -> None:
+    """Tenants, adapters, shared prefixes, retraction, eviction, client aborts and new weights: the same tokens."""
+    run = clean()
+    assert run.clean, run
+    assert min(run.preemptions, run.evictions, run.prefix_hits, run.client_aborts, run.writers["weight_updates"]) > 0
+
+
+@pytest.mark.usefixtures("new_templates")
+def test_a_guard_that_takes_sound_hits_for_wrong_ones_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is aborted on pages that hold what was asked for is a false positive, in a trial and in a clean run."""
+    from kvguard.adapters.sglang.contents import RequestContents
+
+    monkeypatch.setattr(RequestContents, "at", lambda self, content, tokens: [tokens, tokens])
+    assert not clean().clean
+    result = trial("wrong-salt", "content_key")
+    assert result.false_positives and not result.proven
+
+
+@pytest.mark.usefixtures("new_templates")
+def test_a_guard_that_lets_wrong_hits_by_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who reads a wrong page and is not stopped makes the trial a miss."""
+    from kvguard.adapters.sglang import pages
+
+    own = pages._own_contents
+
+    def agreeable(guard: Any, reqs: Any, fresh: Any, prefixes: Any) -> Any:
+        content = own(guard, reqs, fresh, prefixes)
+        for place, prefix in enumerate(prefixes):
+            if fresh[place] and prefix.shape[0]:
+                content[place] = guard.books.page_content[int(prefix[-1]) // guard.books.page_size]
+        return content
+
+    monkeypatch.setattr(pages, "_own_contents", agreeable)
+    result = trial("wrong-lora", "content_key")
+    assert result.outcome == MISSED and result.affected and not result.proven
+
+
+def test_a_small_campaign_proves_what_it_tries(tmp_path: Path) -> None:
+    """The command line: plan, run folder, replay; fp8 bystanders are compared with runs of the same hits."""
+    data = command(
+        *("--engine", "sglang", "--fault", "keys", "--page-size", "16", "--kv-dtype", "fp8", "--trials", "20"),
+        *("--clean-runs", "2"),
+        cwd=tmp_path,
+    )
+    assert {name: data[name] for name in ZEROS} == dict.fromkeys(ZEROS, 0)
+    assert data["detected"] == data["trials"] == 20 and data["potent"] >= 0.75 * data["trials"]
+    met = {(cell["fault"], cell["scheduling"]) for cell in data["cells"]}
+    assert met == {(fault, loop) for fault in SGLANG_KEY_FAULTS for loop in LOOPS}
+    assert {cell["level"] for cell in data["cells"]} == {KEYS}
+    assert data["clean_runs_contained"]["weight_updates"] == 2
+    again = command("--replay", "2", cwd=tmp_path)
+    assert again["outcome"] == "detected"
