@@ -26,6 +26,10 @@ _TREE: Final = f"{VICTIMS}::test_a_page_of_the_tree_that_is_given_away"
 _WRITE: Final = "tests/sglang/test_write_slots.py::test_a_wild_write_ends_its_writer_and_nobody_else"
 _PLAIN: Final = f"{LIFE}::test_plain_traffic"
 
+CAMPAIGN: Final = "tests/sglang/test_key_campaign.py"
+KEY_WATCH: Final = "fault_injection/targets/sglang_key_watch.py"
+_UNSEEN: Final = f"{CAMPAIGN}::test_without_content_keys_only_paths_that_do_not_add_up_are_found"
+
 CONTENTS: Final = "tests/sglang/test_contents.py"
 CONTENTS_OF: Final = "adapters/sglang/contents.py"
 _COLLISION: Final = f"{CONTENTS}::test_a_collision_ends_its_first_victim_and_the_next_ones_compute"
@@ -166,6 +170,36 @@ SGLANG_MUTATIONS: Final = (
         name="sglang-contents-not-looked-for", path="adapters/sglang/reports.py", tests=(f"{_COLLISION}[16-normal]",),
         old="        if not where.found:\n",
         new="        if False:\n",
+    ),
+    Mutation(
+        name="sglang-adapter-left-out-of-the-domain", path=CONTENTS_OF, tests=("tests/sglang/test_lora.py::test_adapters_share_no_pages_and_a_key_that_is_an_adapters_id_finds_nothing_of_it[normal]",),
+        old="            lora=req.lora_id,\n",
+        new="            lora=None,\n",
+    ),
+    Mutation(
+        name="sglang-returned-requests-forget-their-answers", path=CONTENTS_OF, tests=(f"{CONTENTS}::test_healthy_pressure[normal]",),
+        old="        content.extend(req.output_ids)\n",
+        new="",
+    ),
+    Mutation(
+        name="sglang-campaign-compares-no-tenants", path=KEY_WATCH, tests=(f"{_UNSEEN}[wrong-salt]",),
+        old="        if (mine.tenant, mine.lora) != (theirs.tenant, theirs.lora):\n",
+        new="        if False:\n",
+    ),
+    Mutation(
+        name="sglang-campaign-takes-freed-pages-for-sound", path=KEY_WATCH, tests=(f"{_UNSEEN}[stale-after-eviction]",),
+        old="        if is_free:\n",
+        new="        if False:\n",
+    ),
+    Mutation(
+        name="sglang-campaign-switches-no-proof-off", path="fault_injection/targets/sglang_runs.py", tests=(f"{CAMPAIGN}::test_with_all_proofs_off_nothing_is_found[phantom-hit]",),
+        old="        if engine.guard is not None and self.proofs in ALONE:\n",
+        new="        if False:\n",
+    ),
+    Mutation(
+        name="sglang-campaign-keeps-the-cache-over-new-weights", path=KEY_WATCH, tests=(f"{CAMPAIGN}::test_clean_runs_are_clean_and_contain_what_they_must",),
+        old='load_format="auto", flush_cache=True)',
+        new='load_format="auto", flush_cache=False)',
     ),
     Mutation(
         name="sglang-hits-of-old-weights", path=GUARD, tests=(f"{_WEIGHTS}[kept-normal]",),

@@ -45,7 +45,7 @@ def new_templates() -> Iterator[None]:
 
 
 def trial(fault: str, proofs: str, **cell: Any) -> TrialResult:
-    plan = TrialPlan(index=0, cell=replace(CELL, fault=fault, **cell), traffic_seed=3, fault_seed=3)
+    plan = TrialPlan(index=0, cell=replace(CELL, fault=fault, **cell), traffic_seed=1000, fault_seed=3)
     return run_trial(plan, model="tiny", backend="torch", proofs=proofs)
 
 
