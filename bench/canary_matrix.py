@@ -22,7 +22,7 @@ import logging
 import sys
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -32,7 +32,7 @@ from bench.canary_watch import SETTINGS, CanaryWatch, GuardWatch, Hit  # noqa: E
 from bench.canary_world import World  # noqa: E402
 
 KEYS = [setting.key for setting in SETTINGS]
-LEVELS = {"kvguard": "tags", "kvguard keys": "keys"}
+LEVELS: dict[str, Literal["tags", "keys"]] = {"kvguard": "tags", "kvguard keys": "keys"}
 """Column -> kvguard's level."""
 TABLE_WORDS = {"before": "yes", "late": "late", "never": "no", "false hit": "false hit"}
 CLEAN_PAGES = 30

@@ -168,7 +168,7 @@ SGLANG_MUTATIONS: Final = (
     ),
     Mutation(
         name="sglang-contents-not-looked-for", path="adapters/sglang/reports.py", tests=(f"{_COLLISION}[16-normal]",),
-        old="        if not where.found:\n",
+        old="        if violation is not None:\n",
         new="        if False:\n",
     ),
     Mutation(
@@ -200,6 +200,11 @@ SGLANG_MUTATIONS: Final = (
         name="sglang-campaign-keeps-the-cache-over-new-weights", path=KEY_WATCH, tests=(f"{CAMPAIGN}::test_clean_runs_are_clean_and_contain_what_they_must",),
         old='load_format="auto", flush_cache=True)',
         new='load_format="auto", flush_cache=False)',
+    ),
+    Mutation(
+        name="sglang-contents-blamed-on-a-later-chunk", path="adapters/sglang/reports.py", tests=(f"{CONTENTS}::test_a_collision_at_the_start_of_a_prompt_in_chunks_is_named[16-overlap]",),
+        old="where.column if where.found else None",
+        new="0 if where.found else None",
     ),
     Mutation(
         name="sglang-hits-of-old-weights", path=GUARD, tests=(f"{_WEIGHTS}[kept-normal]",),

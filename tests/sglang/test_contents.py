@@ -269,6 +269,29 @@ def test_a_collision_ends_its_first_victim_and_the_next_ones_compute(
 @LOOPS
 @SIZES
 @on(environment=ON)
+def test_a_collision_at_the_start_of_a_prompt_in_chunks_is_named(
+    engine: Engine, page_size: int, overlap: bool
+) -> None:
+    """With overlap the first chunk behind the wrong pages is in the tree before the verdict: they are named, not it."""
+
+    def scenario(engine: Engine) -> Client:
+        engine.add("first", OTHER, TOKENS)
+        return once_ended(1, lambda engine: engine.add("victim", PROMPT, TOKENS))
+
+    wanted = golden(engine, scenario)
+    with looked_up_as(engine, {"victim": OTHER[:32]}), hits_of(engine) as hits:
+        engine.run(scenario(engine))
+    assert victims(engine, wanted, dict.fromkeys(wanted, TOKENS)) == ["victim"]
+    assert hits.get("victim", 32) == 32 and engine.tokens.get("victim", []) == []
+    (violation,) = new_violations(engine)
+    assert (violation.kind, violation.column) == (Kind.CONTENT_TOKENS, 0), violation
+    assert violation.proof is Proof.CONTENT_KEY
+    assert_whole(engine)
+
+
+@LOOPS
+@SIZES
+@on(environment=ON)
 def test_a_record_that_is_put_on_other_pages_ends_its_request(engine: Engine, page_size: int, overlap: bool) -> None:
     """Between two chunks of a prompt the tree takes the record for another one, and points the row to its pages."""
 

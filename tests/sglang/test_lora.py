@@ -37,18 +37,22 @@ def ask(kept: dict[str, Any], name: str, adapter: str, extra: str = "") -> tuple
     """
     engine: Engine = kept["engine"]
     ids, tree = lora_ids(engine.scheduler), engine.scheduler.tree_cache
-    found, match = [], tree.match_prefix
-    tree.match_prefix = lambda params: (found.append(match(params)), found[-1])[1]
+    match, cached = tree.match_prefix, list[int]()
+
+    def watched(params: Any) -> Any:
+        result = match(params)
+        cached.append(int(result.device_prefix_len))
+        return result
+
+    tree.match_prefix = watched
     try:
         engine.send(
-            generate_request(
-                name, PROMPT, TOKENS, tenant=ids.get(extra, extra), lora_id=ids.get(adapter, "")
-            )
+            generate_request(name, PROMPT, TOKENS, tenant=ids.get(extra, extra), lora_id=ids.get(adapter, ""))
         )
         engine.run()
     finally:
         del tree.match_prefix
-    return engine.tokens.get(name, []), int(found[0].device_prefix_len)
+    return engine.tokens.get(name, []), cached[0]
 
 
 def check(kept: dict[str, Any]) -> None:
