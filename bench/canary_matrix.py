@@ -56,8 +56,8 @@ NOTES = (
     "writer reads a slot that was never written in the same step, which makes it late.",
     "Bytes: what a check of the context reads, and what kv_canary's plan writes for it. kv_canary also writes its "
     "sidecar for each new token, 32 bytes a launch, and S reads the whole prefix tree as well; kvguard also stamps "
-    "pages when they are handed out; at level keys it compares 16 bytes more for each request that gets a row, and none "
-    "in a decode step.",
+    "pages when they are handed out; at level keys it compares 16 bytes more for each request that gets a row, and "
+    "none in a decode step.",
     "A cached page that is freed, refilled behind the same prefix and published again: the two nodes of the tree are "
     "one path by tags, so kvguard marks the page when it goes without the tree's doing, and neither node adds up.",
 )

@@ -14,9 +14,15 @@ from kvguard.fault_injection.key_options import sglang_key_faults
 from kvguard.fault_injection.key_plan import KEYS
 from kvguard.fault_injection.options import UsageError
 from kvguard.fault_injection.plan import Cell, CleanPlan, TrialPlan
-from kvguard.fault_injection.results import DETECTED, MISSED, TrialResult
-from kvguard.fault_injection.sglang_plan import LOOPS
-from kvguard.fault_injection.targets.sglang_keys import NOT_IN_SGLANG_KEYS, SEEN_BY_TAGS, SGLANG_KEY_FAULTS
+from kvguard.fault_injection.results import MISSED, TrialResult
+from kvguard.fault_injection.runs import Run
+from kvguard.fault_injection.targets.sglang_key_runs import SglangKeyRuns
+from kvguard.fault_injection.targets.sglang_keys import (
+    NOT_IN_SGLANG_KEYS,
+    SEEN_BY_TAGS,
+    SGLANG_KEY_FAULTS,
+    SGLANG_KEY_PROOF_SETS,
+)
 from kvguard.fault_injection.targets.sglang_templates import templates
 from kvguard.fault_injection.trial import run_clean, run_trial
 from tests.sglang.test_campaign import ZEROS, command
@@ -24,6 +30,7 @@ from tests.sglang.test_campaign import ZEROS, command
 CELL = Cell(
     engine="sglang", fault="", kv_dtype="fp32", weights="fp32", page_size=16, level=KEYS, scheduling="normal"
 )
+UNGUARDED: dict[str, Run] = {}
 HARMLESS = {"wrong-salt"}
 """Pages of one text for two tenants are equal: nobody's tokens change, and nobody may read them all the same."""
 
@@ -45,6 +52,20 @@ def new_templates() -> Iterator[None]:
     templates.close()
     yield
     templates.close()
+
+
+@pytest.fixture(autouse=True)
+def one_unguarded_run_of_each_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is the same whatever guards the other one."""
+    off = SglangKeyRuns.off
+
+    def shared(runs: SglangKeyRuns) -> Run:
+        fault = runs._fault.name
+        if fault not in UNGUARDED:
+            UNGUARDED[fault] = off(runs)
+        return UNGUARDED[fault]
+
+    monkeypatch.setattr(SglangKeyRuns, "off", shared)
 
 
 def trial(fault: str, proofs: str, **cell: Any) -> TrialResult:
@@ -71,10 +92,20 @@ def test_every_fault_of_cache_keys_is_made_or_has_its_reason() -> None:
 
 
 @pytest.mark.parametrize("fault", SGLANG_KEY_FAULTS)
+def test_every_fault_ends_whom_it_leads_astray_and_nobody_else(fault: str) -> None:
+    """By the one proof that it is tried with alone, in the very forward that would read the page."""
+    alone = SGLANG_KEY_PROOF_SETS[fault][1]
+    result = trial(fault, alone)
+    assert result.proven and result.affected == result.aborted != (), result
+    assert result.detected_by == (alone,) and result.live_step == result.detected_step
+    assert result.potent == (fault not in HARMLESS)
+
+
+@pytest.mark.parametrize("fault", SGLANG_KEY_FAULTS)
 def test_without_content_keys_only_paths_that_do_not_add_up_are_found(fault: str) -> None:
     """At level `tags` a sound path of the tree is taken, whatever its pages hold, and wrong tokens leave."""
     result = trial(fault, "tags")
-    assert result.affected and result.potent == (fault not in HARMLESS)
+    assert result.affected
     assert result.proven == (fault in SEEN_BY_TAGS), result
     if not result.proven:
         assert result.tokens_after_fault > 3
@@ -97,12 +128,12 @@ def test_clean_runs_are_clean_and_contain_what_they_must() -> None:
 
 @pytest.mark.usefixtures("new_templates")
 def test_a_guard_that_takes_sound_hits_for_wrong_ones_is_no_proof(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is aborted on pages that hold what was asked for spoils a clean run; a trial is no proof either."""
+    """Who is aborted on pages that hold what was asked for is a false positive."""
     from kvguard.adapters.sglang.contents import RequestContents
 
     monkeypatch.setattr(RequestContents, "at", lambda self, content, tokens: [tokens, tokens])
-    assert not clean().clean
-    assert trial("wrong-salt", "content_key").outcome not in (DETECTED, MISSED)
+    run = clean()
+    assert run.violations and run.requests_changed and not run.clean
 
 
 @pytest.mark.usefixtures("new_templates")
@@ -124,16 +155,11 @@ def test_a_guard_that_lets_wrong_hits_by_is_seen(monkeypatch: pytest.MonkeyPatch
     assert result.outcome == MISSED and result.affected and not result.proven
 
 
-def test_a_small_campaign_proves_what_it_tries(tmp_path: Path) -> None:
-    """The command line: plan, run folder; fp8 bystanders are compared with runs of the same hits."""
-    data = command(
-        *("--engine", "sglang", "--fault", "keys", "--page-size", "16", "--kv-dtype", "fp8", "--trials", "18"),
-        *("--clean-runs", "2"),
-        cwd=tmp_path,
-    )
+def test_the_command_line_makes_what_is_tried_above(tmp_path: Path) -> None:
+    """Plan, run folder and judgement in fp8, where bystanders are compared with runs of the same hits."""
+    setup = ("--fault", "wrong-lora,phantom-hit", "--page-size", "1", "--kv-dtype", "fp8", "--scheduling", "overlap")
+    data = command("--engine", "sglang", *setup, "--trials", "2", "--clean-runs", "0", cwd=tmp_path)
     assert {name: data[name] for name in ZEROS} == dict.fromkeys(ZEROS, 0)
-    assert data["detected"] == data["trials"] == 18 and data["potent"] >= 0.75 * data["trials"]
-    assert {cell["fault"] for cell in data["cells"]} == set(SGLANG_KEY_FAULTS)
-    assert {cell["scheduling"] for cell in data["cells"]} == set(LOOPS)
-    assert {cell["level"] for cell in data["cells"]} == {KEYS}
-    assert data["clean_runs_contained"]["weight_updates"] == 2
+    assert data["detected"] == data["trials"] == data["potent"] == 2
+    assert {(cell["fault"], cell["level"]) for cell in data["cells"]} == {("wrong-lora", KEYS), ("phantom-hit", KEYS)}
+
