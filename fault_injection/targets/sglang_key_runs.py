@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvguard.fault_injection.key_plan import KEYS
-from kvguard.fault_injection.key_traffic import TENANTS, UPDATE_STEP, cut, key_traffic, tiny_prompt
+from kvguard.fault_injection.key_traffic import TENANTS, cut, key_traffic, tiny_prompt
 from kvguard.fault_injection.plan import Cell, CleanPlan, TrialPlan
 from kvguard.fault_injection.runs import Run
 from kvguard.fault_injection.targets.checkpoints import TINY, other_weights, tiny_adapter
@@ -23,6 +23,8 @@ POOL_TOKENS, TIGHT_TOKENS = 960, 448
 """Room for six requests of the traffic, so that pages are evicted, or for fewer, so that healthy runs retract."""
 ANSWERS, CLEAN_ANSWERS = range(12, 22), range(28, 40)
 """Tokens that requests ask for; in clean runs they outgrow the pool."""
+UPDATED_BEFORE = 3
+"""The request before which the weights change: it has its head in common with the one that came last."""
 _AT_KEYS = {"KVGUARD_LEVEL": KEYS}
 KEY_GUARDS: dict[str, dict[str, str]] = {
     "all": _AT_KEYS,
@@ -116,5 +118,5 @@ def clean_runs(plan: CleanPlan) -> tuple[Run, Run]:
     """Healthy traffic with tenants, adapters, client aborts and new weights: guard off, on at level `keys`."""
     options = key_options(plan, tight=True)
     arrivals = key_arrivals(plan.traffic_seed, clean=True)
-    order = KeyOrder(arrivals=arrivals, update=(UPDATE_STEP, str(other_weights())))
+    order = KeyOrder(arrivals=arrivals, update=(arrivals[UPDATED_BEFORE].step, str(other_weights())))
     return run_sglang(options, order), run_sglang(options, order, proofs="all", guards=KEY_GUARDS)
