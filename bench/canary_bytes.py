@@ -74,7 +74,7 @@ def canary_bytes(setting: Setting) -> dict[str, Any]:
 
 def guard_bytes() -> list[dict[str, Any]]:
     """kvguard at level tags, for several page sizes."""
-    watch = GuardWatch()
+    watch = GuardWatch("tags")
     world, a = _decoding(watch)
     world.decode(a)
     books = watch.guard.books

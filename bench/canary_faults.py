@@ -43,6 +43,10 @@ class Case:
     prior: tuple[str, str, str] | None = None
     control: str | None = None
 
+    def needed_beyond(self, level: str) -> str:
+        """What sees it and is not in a level, `tags` or `keys`; "" where the level has what it takes."""
+        return "" if self.needs in (None, level) else str(self.needs)
+
 
 def _private(world: World, name: str = "A", seed: int = 1) -> Any:
     """A request with 8 tokens of prompt, which the tree takes, and 9 of its own: columns 2, 3 and 4 are its alone."""
@@ -336,7 +340,7 @@ CASES = (
     Case("lost_write", "lost KV write", lost_write, "write receipts", prior=NEVER),
     Case("flip_first", "bit flip in layer 0", flip_first, "seals", prior=("no", "late", "late")),
     Case("flip_later", "bit flip in another layer", flip_later, "seals", prior=NEVER),
-    Case("wrong_scale", "wrong quantisation scale", wrong_scale, "keys, seals", prior=NEVER),
+    Case("wrong_scale", "wrong quantisation scale", wrong_scale, "seals", prior=NEVER),
     Case("handed_first", "P/D hand-over wrong in layer 0", handed_first, "seals", prior=("no", "yes", "yes")),
     Case("handed_later", "P/D hand-over wrong in another layer", handed_later, "seals", prior=NEVER),
     Case(

@@ -1,4 +1,4 @@
-"""Who watches a world: SGLang's kv_canary, by its own kernels, or kvguard at level tags, by its SGLang adapter.
+"""Who watches a world: SGLang's kv_canary, by its own kernels, or kvguard at a level, by its SGLang adapter.
 
 How kv_canary is set up, and why that is how SGLang runs it
 - Its settings go through `CanaryConfig.from_env` from published server arguments and SGLANG_KV_CANARY_* variables.
@@ -23,7 +23,7 @@ from __future__ import annotations
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -210,17 +210,16 @@ def _hook_allocation() -> None:
     from kvguard.adapters.sglang.plugin import hooks
 
     for target, function, kind in hooks():
-        if target.startswith("sglang.srt.mem_cache."):
+        if target.startswith("sglang.srt.mem_cache.") or target.endswith(".Req.__init__"):
             HookRegistry.register(target, function, HookType(kind))
     HookRegistry.apply_hooks()
 
 
 class GuardWatch:
-    """kvguard at level tags; see the module."""
+    """kvguard at a level, `tags` or `keys`; see the module."""
 
-    arguments = ()
-
-    def __init__(self) -> None:
+    def __init__(self, level: Literal["tags", "keys"]) -> None:
+        self.level, self.arguments = level, (level,)
         self.hits: list[Hit] = []
 
     def attach(self, world: World) -> None:
@@ -240,7 +239,7 @@ class GuardWatch:
             tree_cache=world.tree,
         )
         layout = PoolLayout(world.pages + 1, PAGE, world.table.shape[0], "cpu")
-        self.guard = SchedulerGuard(scheduler, layout, GuardConfig(level="tags", on_violation="observe", seed=1))
+        self.guard = SchedulerGuard(scheduler, layout, GuardConfig(level=self.level, on_violation="observe", seed=1))
         for owner in (world.allocator, world.tree):
             setattr(owner, ATTACHED, self.guard)
 

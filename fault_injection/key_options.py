@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from kvguard.fault_injection.faults.keys import KEY_FAULTS
@@ -15,9 +16,21 @@ from kvguard.fault_injection.key_plan import (
 )
 from kvguard.fault_injection.options import Options, UsageError, choose, choose_page_sizes
 from kvguard.fault_injection.plan import KV_DTYPES, PAGE_SIZES, WEIGHTS, CampaignPlan
+from kvguard.fault_injection.targets.sglang_keys import (
+    NOT_IN_SGLANG_KEYS,
+    SGLANG_KEY_FAULTS,
+    SGLANG_KEY_PROOF_SETS,
+)
 from kvguard.fault_injection.targets.vllm_keys import NOT_IN_VLLM_KEYS, VLLM_KEY_FAULTS
 
-__all__ = ["VLLM_KEY_SETTINGS", "named_keys", "keys_plan", "vllm_key_faults"]
+__all__ = [
+    "SGLANG_KEY_SETTINGS",
+    "VLLM_KEY_SETTINGS",
+    "keys_plan",
+    "named_keys",
+    "sglang_key_faults",
+    "vllm_key_faults",
+]
 
 VLLM_KEY_SETTINGS: dict[str, Any] = {
     "level": KEYS,
@@ -25,6 +38,8 @@ VLLM_KEY_SETTINGS: dict[str, Any] = {
     "proof_sets": dict.fromkeys(VLLM_KEY_FAULTS, KEY_PROOF_SETS),
 }
 """What a plan of wrong keys inside vLLM has instead of that of other faults."""
+SGLANG_KEY_SETTINGS: dict[str, Any] = {"level": KEYS, "traffic": KEYS, "proof_sets": SGLANG_KEY_PROOF_SETS}
+"""The same inside SGLang."""
 
 
 def named_keys(given: str) -> tuple[str, ...]:
@@ -35,13 +50,24 @@ def named_keys(given: str) -> tuple[str, ...]:
 
 def vllm_key_faults(given: str) -> tuple[str, ...]:
     """Those of vLLM that --fault names, `keys` for all of them; () if it names others. Raises UsageError."""
+    return _engine_key_faults(given, "vLLM", VLLM_KEY_FAULTS, NOT_IN_VLLM_KEYS)
+
+
+def sglang_key_faults(given: str) -> tuple[str, ...]:
+    """The same of SGLang."""
+    return _engine_key_faults(given, "SGLang", SGLANG_KEY_FAULTS, NOT_IN_SGLANG_KEYS)
+
+
+def _engine_key_faults(
+    given: str, engine: str, made: Collection[str], absent: Mapping[str, str]
+) -> tuple[str, ...]:
     names = [name.strip() for name in given.split(",") if name.strip()]
     for name in names:
-        if name in NOT_IN_VLLM_KEYS:
-            raise UsageError(f"fault {name!r} is none of vLLM's: {NOT_IN_VLLM_KEYS[name]}")
-    faults = tuple(name for name in VLLM_KEY_FAULTS if name in names or KEYS in names)
+        if name in absent:
+            raise UsageError(f"fault {name!r} is none of {engine}'s: {absent[name]}")
+    faults = tuple(name for name in made if name in names or KEYS in names)
     for name in names if faults else ():
-        if name not in (*VLLM_KEY_FAULTS, KEYS):
+        if name not in (*made, KEYS):
             raise UsageError(f"fault {name!r} does not go with {faults[0]!r}: give one campaign each")
     return faults
 

@@ -6,17 +6,39 @@ Seeded as in `traffic.py`: the same seed gives the same requests at the same ste
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from kvguard.fault_injection.engine.scheduler import Request
 from kvguard.fault_injection.traffic import Arrival, PromptMaker, recall_prompt, secret
 
-__all__ = ["TOKENS_MAX", "UPDATE_STEP", "key_traffic"]
+__all__ = ["TENANTS", "TOKENS_MAX", "UPDATE_STEP", "cut", "key_traffic", "tiny_prompt"]
 
 TOKENS_MAX = 192
+TENANTS = ("red", "blue", "green")
+"""And the names of adapters."""
+START_TOKEN = 256
+"""Of the tiny model."""
 UPDATE_STEP = 14
 """Before which the weights change, where they do."""
 COMMON_CHARACTERS = 63
 """With the start token they fill pages of 64, 16 and 1, so that what follows starts a page, whatever stands before."""
+
+
+def tiny_prompt(rng: random.Random, text: str) -> tuple[int, ...]:
+    """For the tiny model: a token for each character behind a start token, so that what two texts share fills whole
+    pages."""
+    del rng
+    return (START_TOKEN, *text.encode("ascii"))
+
+
+def cut(arrival: Arrival) -> Arrival:
+    """A prompt of which the last tokens are kept is sent as it is after that."""
+    request = arrival.request
+    if not request.keep_last:
+        return arrival
+    return replace(
+        arrival, request=replace(request, prompt=request.prompt[-request.keep_last :], untruncated=request.prompt)
+    )
 
 
 def key_traffic(
@@ -35,7 +57,7 @@ def key_traffic(
     rng = random.Random(f"key-traffic-{seed}")
     heads = [f"{secret(rng)} {secret(rng)}"[:COMMON_CHARACTERS] for _ in range(2)]
     tails = [f"{secret(rng)} {secret(rng)}"[: COMMON_CHARACTERS + 12] for _ in range(2)]
-    tenants = rng.sample(("red", "blue", "green"), 3)
+    tenants = rng.sample(TENANTS, 3)
     first = heads[0] + tails[0]
     # (text, tenant, adapter, tokens of the prompt that are kept)
     wanted = [

@@ -8,6 +8,8 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import os
 from pathlib import Path
 from typing import Any, Literal
@@ -82,4 +84,23 @@ def write_checkpoint(folder: Path, seed: int = 0, architecture: str = "llama") -
         model.lm_head.weight.normal_(0, 0.3)
         model.model.embed_tokens.weight.normal_(0, 1.0)
     model.save_pretrained(folder)
+    return folder
+
+
+def write_adapter(folder: Path, seed: int) -> Path:
+    """A LoRA adapter of rank 4 for `write_checkpoint`'s Llama, on queries and values; large, so that tokens change."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer, (name, width) in itertools.product(range(4), (("q_proj", 128), ("v_proj", 64))):
+        place = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+        weights[f"{place}.lora_A.weight"] = torch.randn(4, 128, generator=generator) * 0.2
+        weights[f"{place}.lora_B.weight"] = torch.randn(width, 4, generator=generator) * 0.2
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(weights, str(folder / "adapter_model.safetensors"))
+    config: dict[str, Any] = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none"}
+    config |= {"base_model_name_or_path": "tiny", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
     return folder

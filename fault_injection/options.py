@@ -39,6 +39,7 @@ DEFAULT_COUNTS = {
     "sglang": (96, 24),
     "sglang smollm2": (16, 4),
     "sglang writes": (96, 12),
+    "sglang keys": (80, 16),
 }
 """Engine, and model where it matters, -> trials and clean runs. Those of two phases come on top."""
 PHASE_COUNTS = (54, 32, 18)

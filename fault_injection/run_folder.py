@@ -13,7 +13,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -40,6 +40,7 @@ from kvguard.fault_injection.plan import (
     TrialPlan,
 )
 from kvguard.fault_injection.sglang_plan import LOOPS, SGLANG_FAULTS, SGLANG_WRITE_FAULTS
+from kvguard.fault_injection.targets.sglang_keys import SGLANG_KEY_FAULTS, SGLANG_KEY_PROOF_SETS
 from kvguard.fault_injection.targets.vllm_keys import VLLM_KEY_FAULTS
 from kvguard.fault_injection.targets.vllm_writes import VLLM_WRITE_FAULTS
 
@@ -261,12 +262,18 @@ def _check_plan(plan: CampaignPlan) -> None:
             "sglang": SGLANG_WRITE_FAULTS,
         }
         writes = misled.get(cell.engine, ())
-        key_faults: dict[str, Container[str]] = {"embedded": () if is_pd else KEY_FAULTS, "vllm": VLLM_KEY_FAULTS}
+        key_faults: dict[str, Container[str]] = {
+            "embedded": () if is_pd else KEY_FAULTS,
+            "vllm": VLLM_KEY_FAULTS,
+            "sglang": SGLANG_KEY_FAULTS,
+        }
         keyed = cell.fault in key_faults.get(cell.engine, ())
         faults = SGLANG_FAULTS if in_sglang else (*PAGE_FAULTS, *(TRANSFER_FAULTS if is_pd else ()))
-        proof_sets = WRITE_PROOF_SETS if cell.fault in writes else PHASE_PROOF_SETS if is_pd else PROOF_SETS
+        proof_sets: Sequence[str] = PHASE_PROOF_SETS if is_pd else PROOF_SETS
+        if cell.fault in writes:
+            proof_sets = WRITE_PROOF_SETS
         if keyed:
-            proof_sets = KEY_PROOF_SETS
+            proof_sets = SGLANG_KEY_PROOF_SETS[cell.fault] if in_sglang else KEY_PROOF_SETS
         schedulings = SCHEDULINGS if on_vllm else LOOPS if in_sglang else ("",)
         for what, value, valid in (
             ("engine", cell.engine, ENGINES),

@@ -40,6 +40,7 @@ class Run:
     promised_adoptions  (step, reader, writer): the reader took a page that the writer was to write in that very step
     guard_trouble  why the guard of this run proves nothing: it failed, or steps went unverified; "" if it is sound
     crash        what stopped the engine, "" if it came to its end
+    taken        request -> cached tokens that it took each time it was admitted, where a harness keeps that
     hand_overs   requests that a decode worker took over from a prefill worker
     """
 
@@ -55,6 +56,7 @@ class Run:
     affected: frozenset[str] = frozenset()
     involved: frozenset[str] = frozenset()
     counts: Counts = field(default_factory=Counts)
+    taken: dict[str, list[int]] = field(default_factory=dict)
     hand_overs: int = 0
     guard_trouble: str = ""
     crash: str = ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from kvguard.fault_injection.key_options import SGLANG_KEY_SETTINGS, sglang_key_faults
 from kvguard.fault_injection.models import SMOLLM2
 from kvguard.fault_injection.options import Options, UsageError, check_checkpoints, choose, choose_page_sizes, counts_of
 from kvguard.fault_injection.plan import KV_DTYPES, WEIGHTS, CampaignPlan
@@ -12,6 +13,7 @@ from kvguard.fault_injection.sglang_plan import (
     NO_ENTRIES,
     NOT_IN_SGLANG,
     SGLANG_FAULTS,
+    SGLANG_KEY_PAGE_SIZES,
     SGLANG_KV_DTYPES,
     SGLANG_PAGE_SIZES,
     SGLANG_WRITE_FAULTS,
@@ -39,14 +41,17 @@ def sglang_plan(options: Options) -> CampaignPlan:
     real = model == SMOLLM2
     if "stale-cache-entry" in options.fault.split(","):
         raise UsageError(f"fault 'stale-cache-entry' cannot be made here: {NO_ENTRIES}")
-    faults = engine_faults(
+    keys = sglang_key_faults(options.fault)
+    if keys and model != "tiny":
+        raise UsageError(f"--model {model}: wrong keys go into the tiny model, which has adapters and other weights")
+    faults = keys or engine_faults(
         options.fault, "SGLang", pages=SGLANG_FAULTS, writes=SGLANG_WRITE_FAULTS, absent=NOT_IN_SGLANG
     )
     writes = not real and all(fault in SGLANG_WRITE_FAULTS for fault in faults)
-    kind = "sglang smollm2" if real else "sglang writes" if writes else "sglang"
+    kind = "sglang smollm2" if real else "sglang keys" if keys else "sglang writes" if writes else "sglang"
     trials, clean_runs = counts_of(options, kind)
     kv_dtypes = SGLANG_SMOLLM2_KV_DTYPES if real else SGLANG_KV_DTYPES
-    page_sizes = SGLANG_SMOLLM2_PAGE_SIZES if real else SGLANG_PAGE_SIZES
+    page_sizes = SGLANG_SMOLLM2_PAGE_SIZES if real else SGLANG_KEY_PAGE_SIZES if keys else SGLANG_PAGE_SIZES
     # SGLang takes prompts in chunks of whole pages.
     fitting = [size for size in range(1, 65) if 64 % size == 0]
     words = "1, 2, 4, 8, 16, 32 or 64 tokens in SGLang"
@@ -61,6 +66,7 @@ def sglang_plan(options: Options) -> CampaignPlan:
             weights=choose("weights", options.weights, WEIGHTS),
             page_sizes=choose_page_sizes(options.page_size, page_sizes, fitting, words),
             loops=choose("scheduling", options.scheduling, LOOPS),
+            **(SGLANG_KEY_SETTINGS if keys else {}),
         )
     except ValueError as error:
         raise UsageError(str(error)) from None

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from kvguard.fault_injection.faults.pages import PAGE_FAULTS, PageFault
 from kvguard.fault_injection.faults.trees import TREE_FAULTS
 from kvguard.fault_injection.faults.write_fault import WRITE_PROOF_SETS, WriteFault
 from kvguard.fault_injection.faults.writes import WRITE_FAULTS
 from kvguard.fault_injection.plan import (
+    LEVEL,
     PROOF_SETS,
     UNSUPPORTED,
     WEIGHTS,
@@ -25,6 +26,8 @@ SGLANG_PAGE_SIZES = (1, 16, 64)
 SMOLLM2_KV_DTYPES = ("bf16", "fp8_e4m3")
 SMOLLM2_PAGE_SIZES = (16,)
 """What a campaign takes where all are asked for; others must be asked for by name."""
+SGLANG_KEY_PAGE_SIZES = (1, 16)
+"""The same of a campaign of wrong keys."""
 NO_ENTRIES = (
     "SGLang's radix tree is compiled, and its nodes cannot be pointed elsewhere from outside: stale-radix-node brings "
     "the same state about through the allocator"
@@ -74,9 +77,13 @@ def build_sglang_plan(
     weights: Sequence[str] = WEIGHTS,
     page_sizes: Sequence[int] = SGLANG_PAGE_SIZES,
     loops: Sequence[str] = LOOPS,
+    level: str = LEVEL,
+    traffic: str = "",
+    proof_sets: Mapping[str, Sequence[str]] | None = None,
 ) -> CampaignPlan:
     """Deal trials so that every fault meets every set-up once before any meets it twice.
 
+    level: of all cells; traffic: of clean runs; proof_sets: as in `deal_setups`, by default those of misled writes.
     A set-up is page size x KV dtype x weights x loop. Each fault deals its proof sets from a deck of its own.
     ValueError if no set-up is left: not all weights go with all KV dtypes.
     """
@@ -92,5 +99,5 @@ def build_sglang_plan(
         raise ValueError(f"no weights go with these KV dtypes in SGLang with model {model} ({fitting})")
     return deal_setups(
         "sglang", rng, setups, faults, SGLANG_UNSUPPORTED, seed=seed, trials=trials, clean_runs=clean_runs, model=model,
-        proof_sets=dict.fromkeys(SGLANG_WRITE_FAULTS, WRITE_PROOF_SETS),
+        proof_sets=proof_sets or dict.fromkeys(SGLANG_WRITE_FAULTS, WRITE_PROOF_SETS), level=level, traffic=traffic,
     )  # fmt: skip

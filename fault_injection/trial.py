@@ -40,6 +40,10 @@ def run_trial(plan: TrialPlan, *, model: str, backend: str, proofs: str | None =
         from kvguard.fault_injection.targets.vllm_runs import VllmRuns
 
         runs = VllmRuns(plan, model=model, proofs=chosen)
+    elif cell.engine == "sglang" and cell.level == KEYS:
+        from kvguard.fault_injection.targets.sglang_key_runs import SglangKeyRuns
+
+        runs = SglangKeyRuns(plan, proofs=chosen)
     elif cell.engine == "sglang":
         from kvguard.fault_injection.targets.sglang_runs import SglangRuns
 
@@ -77,6 +81,10 @@ def run_clean(plan: CleanPlan, *, model: str, backend: str) -> CleanResult:
         from kvguard.fault_injection.targets import vllm_runs
 
         return judge_clean(plan, *vllm_runs.clean_runs(plan, model=model))
+    if plan.engine == "sglang" and plan.traffic == KEYS:
+        from kvguard.fault_injection.targets import sglang_key_runs
+
+        return judge_clean(plan, *sglang_key_runs.clean_runs(plan))
     if plan.engine == "sglang":
         from kvguard.fault_injection.targets import sglang_runs
 

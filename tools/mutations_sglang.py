@@ -26,6 +26,9 @@ _TREE: Final = f"{VICTIMS}::test_a_page_of_the_tree_that_is_given_away"
 _WRITE: Final = "tests/sglang/test_write_slots.py::test_a_wild_write_ends_its_writer_and_nobody_else"
 _PLAIN: Final = f"{LIFE}::test_plain_traffic"
 
+CAMPAIGN: Final = "tests/sglang/test_key_campaign.py"
+KEY_WATCH: Final = "fault_injection/targets/sglang_key_watch.py"
+
 CONTENTS: Final = "tests/sglang/test_contents.py"
 CONTENTS_OF: Final = "adapters/sglang/contents.py"
 _COLLISION: Final = f"{CONTENTS}::test_a_collision_ends_its_first_victim_and_the_next_ones_compute"
@@ -164,8 +167,38 @@ SGLANG_MUTATIONS: Final = (
     ),
     Mutation(
         name="sglang-contents-not-looked-for", path="adapters/sglang/reports.py", tests=(f"{_COLLISION}[16-normal]",),
-        old="        if not where.found:\n",
+        old="        if violation is not None:\n",
         new="        if False:\n",
+    ),
+    Mutation(
+        name="sglang-adapter-left-out-of-the-domain", path=CONTENTS_OF, tests=("tests/sglang/test_lora.py::test_adapters_share_no_pages_and_a_key_that_is_an_adapters_id_finds_nothing_of_it[normal]",),
+        old="            lora=req.lora_id,\n",
+        new="            lora=None,\n",
+    ),
+    Mutation(
+        name="sglang-campaign-compares-no-tenants", path=KEY_WATCH, tests=(f"{CAMPAIGN}::test_a_page_is_ones_own_by_what_was_written_into_it",),
+        old="        if (mine.tenant, mine.lora) != (theirs.tenant, theirs.lora):\n",
+        new="        if False:\n",
+    ),
+    Mutation(
+        name="sglang-campaign-takes-freed-pages-for-sound", path=KEY_WATCH, tests=(f"{CAMPAIGN}::test_a_page_is_ones_own_by_what_was_written_into_it",),
+        old="        if is_free:\n",
+        new="        if False:\n",
+    ),
+    Mutation(
+        name="sglang-campaign-switches-no-proof-off", path="fault_injection/targets/sglang_runs.py", tests=(f"{CAMPAIGN}::test_with_all_proofs_off_nothing_is_found",),
+        old="        if engine.guard is not None and self.proofs in ALONE:\n",
+        new="        if False:\n",
+    ),
+    Mutation(
+        name="sglang-campaign-keeps-the-cache-over-new-weights", path=KEY_WATCH, tests=(f"{CAMPAIGN}::test_clean_runs_are_clean_and_contain_what_they_must",),
+        old='load_format="auto", flush_cache=True)',
+        new='load_format="auto", flush_cache=False)',
+    ),
+    Mutation(
+        name="sglang-contents-blamed-on-a-later-chunk", path="adapters/sglang/reports.py", tests=(f"{CONTENTS}::test_a_collision_at_the_start_of_a_prompt_in_chunks_is_named[16-overlap]",),
+        old="where.column if where.found else None",
+        new="0 if where.found else None",
     ),
     Mutation(
         name="sglang-hits-of-old-weights", path=GUARD, tests=(f"{_WEIGHTS}[kept-normal]",),

@@ -54,6 +54,7 @@ STANDING_LIMITS = (
     "embeddings in chunks with overlap: beside the error of an aborted request its embedding so far may be sent",
     "bytes that a copy, an offload tier or a bit flip changes in a page are not seen at levels tags and keys",
     "wrong tokens under a right cache key, LoRA adapters and tenants are not seen at level tags",
+    "multimodal inputs are told apart by SGLang's own hash of them at level keys; no multimodal model has been run",
     "pages are not quarantined: SGLang's idle check wants every page accounted for; after a violation every cache hit "
     "and every free of the tree is checked on the host until the cache was flushed, which happens at the next idle",
     "wrong allocations and frees are reported after they took effect, as page ids are never read by the host",

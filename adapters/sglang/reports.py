@@ -72,10 +72,10 @@ class Reports(Audit):
         row = int(req.kv.req_pool_idx)
         size = self.books.page_size
         where = self.locate(row, int(req.kv.kv_allocated_len))
-        if not where.found:
-            violation = self._content_violation(pending, req)
-            if violation is not None:
-                return violation
+        # A chunk may be in the tree before this verdict, with the row's error in its chains: what comes first counts.
+        violation = self._content_violation(pending, req, where.column if where.found else None)
+        if violation is not None:
+            return violation
         kind = next((kind for flag, kind in FLAG_KINDS if flags & flag), None)
         column, page = (position // size, entry // size) if position >= 0 else (where.column, where.page)
         if kind is None or (kind is Kind.SPLIT_ENTRY and size == 1):
@@ -100,10 +100,10 @@ class Reports(Audit):
             )
         )
 
-    def _content_violation(self, pending: PendingStep, req: Any) -> Violation | None:
-        """The violation of a row whose pages are all in order and hold, one of them, something else than its own.
+    def _content_violation(self, pending: PendingStep, req: Any, before: int | None) -> Violation | None:
+        """The violation of a row whose pages are in order, and hold, one of them, something else than its own.
 
-        None where no page of the tree does.
+        before: the first column that is not in order, if any. None where no page of the tree before it does.
         """
         books, contents = self.books, self.contents
         if contents is None or books.page_content is None:
@@ -115,6 +115,8 @@ class Reports(Audit):
         if not wrong.shape[0]:
             return None
         column = int(wrong[0])
+        if before is not None and column >= before:
+            return None
         page, held = int(pages[column]), books.page_content[pages[column]].tolist()
         kind, detail = contents.difference(getattr(req, CONTENT, None), (column + 1) * size, held)
         return self._host_books.violate(

@@ -28,6 +28,7 @@ class SglangOptions:
     conservativeness: how much SGLang keeps free for tokens to come, below 1 it has to retract sooner.
 
     int4  linear layers are packed to 4 bits when the model is loaded
+    adapters  (name, folder) of LoRA adapters that requests may name
     """
 
     model: Path
@@ -41,6 +42,7 @@ class SglangOptions:
     max_running: int = 6
     context_tokens: int = 256
     conservativeness: float = 1.0
+    adapters: tuple[tuple[str, Path], ...] = ()
 
 
 class Done(Exception):
@@ -71,6 +73,8 @@ class SglangEngine:
         load_plugins()
         if options.int4:
             _pack_at_load()
+        if options.adapters:
+            without_pinning()
         arguments = ServerArgs(
             model_path=str(options.model),
             device="cpu",
@@ -92,6 +96,7 @@ class SglangEngine:
             log_level="error",
             # Two processes that look for a free port at the same time would find the same one.
             nccl_port=_free_port(),
+            **lora_arguments(options.adapters),
         )
         arguments.resolve_once()
         arguments.check_server_args()
@@ -103,6 +108,7 @@ class SglangEngine:
         self.scheduler.schedule_stream.synchronize = lambda: None
         self.scheduler._war_barrier_enabled = False
         self.scheduler.metrics_reporter.start_scheduler_time_accounting()
+        self.lora_ids = lora_ids(self.scheduler)
         self.guard: Any = _guard_of(self.scheduler) if guarded else None
         if guarded and self.guard is None:
             raise RuntimeError("SGLang started unguarded: a guarded run would prove nothing")
@@ -137,12 +143,55 @@ class _Receiver:
         return [*(local_reqs or ()), *self._receive()]
 
 
+def lora_arguments(adapters: tuple[tuple[str, Path], ...]) -> dict[str, Any]:
+    """Server arguments under which requests may name these adapters of the tiny model; none without any."""
+    if not adapters:
+        return {}
+    return {
+        "enable_lora": True,
+        "lora_paths": [f"{name}={folder}" for name, folder in adapters],
+        "lora_backend": "torch_native",
+        "max_loras_per_batch": len(adapters) + 1,
+        "max_lora_rank": 4,
+        "lora_target_modules": ["q_proj", "v_proj"],
+    }
+
+
+def lora_ids(scheduler: Any) -> dict[str, str]:
+    """Name of an adapter -> the id by which requests name it to the scheduler."""
+    manager = scheduler.tp_worker.model_runner.lora_manager
+    return {} if manager is None else {ref.lora_name: ref.lora_id for ref in manager.lora_refs.values()}
+
+
+def without_pinning() -> None:
+    """From now on this process makes ordinary memory where SGLang's LoRA layers ask for pinned memory, which PyTorch
+    refuses on a machine without an accelerator."""
+    import torch
+
+    def plain(make: Callable[..., Any]) -> Callable[..., Any]:
+        def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> Any:
+            return make(*args, **kwargs)
+
+        return made
+
+    for name in ("tensor", "empty", "zeros"):
+        setattr(torch, name, plain(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda memory, *_: memory  # type: ignore[method-assign]
+
+
 def generate_request(
-    name: str, prompt: tuple[int, ...], new_tokens: int, *, ignore_eos: bool = True, tenant: str = ""
+    name: str,
+    prompt: tuple[int, ...],
+    new_tokens: int,
+    *,
+    ignore_eos: bool = True,
+    tenant: str = "",
+    salt: str = "",
+    lora_id: str = "",
 ) -> Any:
     """A greedy request as the tokenizer process would send it; every token is sent back as it comes.
 
-    `tenant`: its extra_key, under which alone it finds what is cached.
+    `tenant`: its extra_key, `salt`: its cache_salt, under which alone it finds what is cached; `lora_id`: its adapter.
 
     SGLang keeps room for all tokens of a request that ignores the end of text, and never retracts for it.
     """
@@ -167,6 +216,8 @@ def generate_request(
         token_ids_logprob=None,
         stream=True,
         extra_key=tenant or None,
+        cache_salt=salt or None,
+        lora_id=lora_id or None,
     )
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from kvguard.fault_injection.engine.scheduler import Request
-from kvguard.fault_injection.faults.pages import PageFault
 from kvguard.fault_injection.mixed_traffic import CLEAN_ANSWERS, clean_traffic
 from kvguard.fault_injection.plan import Cell, CleanPlan, TrialPlan
 from kvguard.fault_injection.runs import PROOFS, Run, guard_trouble
@@ -32,7 +32,7 @@ GUARDS: dict[str, dict[str, str]] = {
     "write_slot": {"KVGUARD_LEVEL": "tags"},
 }
 """Set of proofs -> the guard's configuration, in the environment before the scheduler is built."""
-ALONE = {"tag", "write_slot"}
+ALONE = {"tag", "write_slot", "content_key", "none"}
 """Sets that are of one proof, which a configuration of users cannot say: the guard is told by the harness."""
 
 
@@ -53,12 +53,12 @@ def sglang_options(setup: Cell | CleanPlan, *, model: str, tight: bool) -> Sglan
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Order:
+class Order:
     """What a fork of a template is to do; pickled on its way there."""
 
     arrivals: list[Arrival]
     recites: bool
-    fault: type[PageFault] | None = None
+    fault: type[Any] | None = None
     fault_seed: int = 0
     client_aborts: dict[str, int] | None = None
     proofs: str = "all"
@@ -70,14 +70,7 @@ class _Order:
         structlog.configure(wrapper_class=structlog.make_filtering_bound_logger("critical"))
         if engine.guard is not None and self.proofs in ALONE:
             engine.guard.check_only(PROOFS[self.proofs])
-        watched = WatchedRun(
-            engine,
-            self.arrivals,
-            recites=self.recites,
-            fault=self.fault,
-            fault_seed=self.fault_seed,
-            client_aborts=self.client_aborts,
-        )
+        watched = self.watch(engine)
         run = watched.run
         try:
             watched.drive()
@@ -87,6 +80,7 @@ class _Order:
             traceback.print_exc()
             print(f"that was {self.fault.name if self.fault else 'no fault'}, guard {'on' if engine.guard else 'off'}")
             run.crash = f"{type(error).__name__}: {error}"
+        watched.finish()
         if engine.guard is not None:
             run.violations = tuple(engine.guard.violations)
             run.guard_trouble = guard_trouble(engine.guard.health())
@@ -95,20 +89,33 @@ class _Order:
             run.injection = replace(run.injection, live_when=_nobody_asks, affected=frozenset)
         return run
 
+    def watch(self, engine: SglangEngine) -> WatchedRun:
+        """The run to be driven."""
+        return WatchedRun(
+            engine,
+            self.arrivals,
+            recites=self.recites,
+            fault=self.fault,
+            fault_seed=self.fault_seed,
+            client_aborts=self.client_aborts,
+        )
+
 
 def _nobody_asks(scheduled: frozenset[str]) -> bool:
     return False
 
 
-def run_sglang(options: SglangOptions, order: _Order, *, proofs: str | None = None) -> Run:
-    """One run in a fork of a template; `proofs`: a key of GUARDS, None for no guard.
+def run_sglang(
+    options: SglangOptions, order: Order, *, proofs: str | None = None, guards: Mapping[str, dict[str, str]] = GUARDS
+) -> Run:
+    """One run in a fork of a template; `proofs`: a key of `guards`, None for no guard.
 
     RuntimeError for a run without a fault that ended before its traffic, with or without the guard: nothing in it was
     asked to break.
     """
     run: Run | None
     chosen = replace(order, proofs=proofs or "all")
-    run, died = templates.get(options, None if proofs is None else GUARDS[proofs]).run(chosen)
+    run, died = templates.get(options, None if proofs is None else guards[proofs]).run(chosen)
     if run is None:
         run = Run(crash=died)
     if run.crash and order.fault is None and proofs is None:
@@ -142,7 +149,7 @@ class SglangRuns:
         return self._run(None, client_aborts=aborts)
 
     def _run(self, proofs: str | None, **how: Any) -> Run:
-        order = _Order(arrivals=self._arrivals, recites=self._prompts.recites, **how)
+        order = Order(arrivals=self._arrivals, recites=self._prompts.recites, **how)
         return run_sglang(self._options, order, proofs=proofs)
 
 
@@ -170,7 +177,7 @@ def golden_run(options: SglangOptions, prompts: Prompts, seed: int) -> Run:
     """The traffic without fault and guard; shared by all trials of this process that need it."""
     key = (repr(options), seed)
     if key not in _golden_runs:
-        _golden_runs[key] = run_sglang(options, _Order(arrivals=sglang_traffic(seed, prompts), recites=prompts.recites))
+        _golden_runs[key] = run_sglang(options, Order(arrivals=sglang_traffic(seed, prompts), recites=prompts.recites))
     return _golden_runs[key]
 
 
@@ -181,8 +188,8 @@ def clean_runs(plan: CleanPlan, *, model: str) -> tuple[Run, Run]:
     # Answers that outgrow the pool: SGLang has to retract requests.
     answers = (range(48, 72), *CLEAN_ANSWERS[1:])
     arrivals = clean_traffic(plan.traffic_seed, prompts.make, answers=answers)
-    order = _Order(arrivals=arrivals, recites=prompts.recites)
+    order = Order(arrivals=arrivals, recites=prompts.recites)
     return run_sglang(options, order), run_sglang(options, order, proofs="all")
 
 
-__all__ = ["GUARDS", "SglangRuns", "clean_runs", "golden_run", "run_sglang", "sglang_options", "sglang_traffic"]
+__all__ = ["GUARDS", "Order", "SglangRuns", "clean_runs", "golden_run", "run_sglang", "sglang_options"]

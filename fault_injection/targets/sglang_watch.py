@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvguard.fault_injection.engine.scheduler import Request
 from kvguard.fault_injection.faults.pages import FreedUnderUsers, Injection, PageFault, RowFault
 from kvguard.fault_injection.faults.write_fault import PATIENCE_STEPS, WriteFault
 from kvguard.fault_injection.mixed_traffic import returning
@@ -46,6 +47,7 @@ class WatchedRun:
         self._returning = returning(arrivals)
         self._broken_by: type[PageFault] = fault or PageFault
         self._first = first_step(fault, fault_seed) if fault is not None else 0
+        self._may_break = fault is not None
         self._client_aborts = client_aborts or {}
         self._target = SglangTarget(engine.scheduler, self, recites=recites)
         self._step = self._judged = self._processed = self._idle = self._position = self._handed_out_before = 0
@@ -248,6 +250,9 @@ class WatchedRun:
             self._note_outputs()
         return self.run
 
+    def finish(self) -> None:
+        """The run is over, whatever ended it."""
+
     def _note_outputs(self) -> None:
         """What clients have; also of an engine that fell over, whose other clients never get an answer."""
         run = self.run
@@ -266,12 +271,7 @@ class WatchedRun:
         arrived: list[Any] = []
         while self._position < len(self._arrivals) and self._arrivals[self._position].step <= self._step:
             request = self._arrivals[self._position].request
-            ignore_eos = self._engine.options.conservativeness >= 1
-            arrived.append(
-                generate_request(
-                    request.id, request.prompt, request.max_new_tokens, ignore_eos=ignore_eos, tenant=request.tenant
-                )
-            )
+            arrived.append(self._message(request, ignore_eos=self._engine.options.conservativeness >= 1))
             self._errors[request.id] = None
             self._position += 1
         for arrival in self._arrivals:
@@ -283,6 +283,12 @@ class WatchedRun:
         self._step += 1
         return arrived
 
+    def _message(self, request: Request, *, ignore_eos: bool) -> Any:
+        """What the tokenizer's process would send for this request."""
+        return generate_request(
+            request.id, request.prompt, request.max_new_tokens, ignore_eos=ignore_eos, tenant=request.tenant
+        )
+
     def _count_idle(self) -> None:
         """Raise Done once everybody has an answer, and SGLang has looked at its accounting.
 
@@ -290,7 +296,7 @@ class WatchedRun:
         """
         if self._position < len(self._arrivals) or len(self.run.ended_step) < len(self._errors):
             return
-        unguarded_fault = self._fault is not None and self._guard is None
+        unguarded_fault = self._may_break and self._guard is None
         if unguarded_fault or self._idle >= IDLE_STEPS:
             raise Done
         self._idle += self._scheduler.is_fully_idle()

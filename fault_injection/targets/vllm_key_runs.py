@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import shutil
-import tempfile
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from kvguard.fault_injection.key_plan import KEY_PROOFS, KEYS
-from kvguard.fault_injection.key_traffic import UPDATE_STEP, key_traffic
-from kvguard.fault_injection.models import cache_folder, write_checkpoint
+from kvguard.fault_injection.key_traffic import UPDATE_STEP, cut, key_traffic, tiny_prompt
 from kvguard.fault_injection.plan import Cell, CleanPlan, TrialPlan
 from kvguard.fault_injection.runs import Run, guard_trouble
-from kvguard.fault_injection.targets.checkpoints import TINY
+from kvguard.fault_injection.targets.checkpoints import TINY, other_weights
 from kvguard.fault_injection.targets.vllm_engine import VllmOptions
 from kvguard.fault_injection.targets.vllm_key_watch import KeyWatchedRun
 from kvguard.fault_injection.targets.vllm_keys import VLLM_KEY_FAULTS, VllmKeyFault
@@ -27,21 +22,12 @@ __all__ = ["VllmKeyRuns", "clean_runs"]
 
 POOL_TOKENS, TIGHT_TOKENS = 640, 480
 """Room for four requests of the traffic, so that pages are evicted, or for fewer, so that healthy runs preempt."""
-START_TOKEN = 256
-OTHER_SEED = 1
-"""Of the weights that take the place of the tiny model's."""
 
 
 def key_options(setup: Cell | CleanPlan, *, tight: bool) -> VllmOptions:
     """How vLLM is started for a cell."""
     tokens = TIGHT_TOKENS if tight else POOL_TOKENS
     return replace(vllm_options(setup, model=TINY, tight=tight), num_blocks=1 + -(-tokens // setup.page_size))
-
-
-def tiny_prompt(rng: random.Random, text: str) -> tuple[int, ...]:
-    """A token for each character behind a start token, so that what two texts share fills whole pages."""
-    del rng
-    return (START_TOKEN, *text.encode("ascii"))
 
 
 def key_arrivals(runner: str, seed: int, *, client_aborts: bool) -> list[Arrival]:
@@ -56,29 +42,8 @@ def key_arrivals(runner: str, seed: int, *, client_aborts: bool) -> list[Arrival
     )
     found = []
     for arrival in arrivals:
-        request = replace(arrival.request, lora="")
-        if request.keep_last:
-            request = replace(request, prompt=request.prompt[-request.keep_last :], untruncated=request.prompt)
-        found.append(replace(arrival, request=request))
+        found.append(cut(replace(arrival, request=replace(arrival.request, lora=""))))
     return found
-
-
-def other_weights() -> str:
-    """A checkpoint of the tiny model's shape, drawn with another seed."""
-    folder = cache_folder() / "models" / f"tiny-llama-other-{OTHER_SEED}"
-    if not (folder / "config.json").is_file():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        drawn = Path(tempfile.mkdtemp(dir=folder.parent, prefix="tiny-llama-"))
-        try:
-            write_checkpoint(drawn, seed=OTHER_SEED)
-            # Several workers may draw at once, all the same.
-            drawn.rename(folder)
-        except OSError:
-            if not (folder / "config.json").is_file():
-                raise
-        finally:
-            shutil.rmtree(drawn, ignore_errors=True)
-    return str(folder)
 
 
 def run_keys(
@@ -104,7 +69,7 @@ def run_keys(
         arrivals,
         fault=fault,
         fault_seed=fault_seed,
-        update=(UPDATE_STEP, other_weights()) if update else None,
+        update=(UPDATE_STEP, str(other_weights())) if update else None,
         taken=taken,
         client_aborts=client_aborts,
         guard=guard,

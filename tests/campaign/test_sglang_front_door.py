@@ -10,17 +10,21 @@ import pytest
 
 from kvguard.fault_injection.html_report import report_html
 from kvguard.fault_injection.junit import junit_xml
+from kvguard.fault_injection.key_options import SGLANG_KEY_SETTINGS
+from kvguard.fault_injection.key_plan import KEYS
 from kvguard.fault_injection.plan import PROOF_SETS, Cell, TrialPlan
 from kvguard.fault_injection.results import UNSUPPORTED, CampaignResults, CleanResult, TrialResult, results_json
 from kvguard.fault_injection.run_folder import RunFolderError, plan_toml, read_plan
 from kvguard.fault_injection.sglang_plan import (
     LOOPS,
     SGLANG_FAULTS,
+    SGLANG_KEY_PAGE_SIZES,
     SGLANG_KV_DTYPES,
     SGLANG_PAGE_SIZES,
     SGLANG_UNSUPPORTED,
     build_sglang_plan,
 )
+from kvguard.fault_injection.targets.sglang_keys import SGLANG_KEY_FAULTS, SGLANG_KEY_PROOF_SETS
 from kvguard.fault_injection.terminal import trial_line
 from kvguard.fault_injection.trial import run_trial
 from tests.campaign.test_command import assert_one_line_and_exit_2, campaign
@@ -50,6 +54,22 @@ def test_a_plan_survives_its_file(tmp_path: Path) -> None:
         (tmp_path / "plan.toml").write_text(plan_toml(plan).replace(old, new))
         with pytest.raises(RunFolderError, match="not a plan of this release"):
             read_plan(tmp_path)
+
+
+def test_the_plan_of_wrong_keys_lets_every_fault_meet_every_setup(tmp_path: Path) -> None:
+    """80 trials are page size x KV dtype x loop x fault at level keys, each with the proofs that it is tried with."""
+    settings = {"faults": tuple(SGLANG_KEY_FAULTS), "page_sizes": SGLANG_KEY_PAGE_SIZES, **SGLANG_KEY_SETTINGS}
+    plan = build_sglang_plan(seed=1, trials=80, clean_runs=16, model="tiny", **settings)
+    met = {(t.cell.page_size, t.cell.kv_dtype, t.cell.scheduling, t.cell.fault) for t in plan.trials}
+    assert len(met) == 80 == 2 * 2 * 2 * len(SGLANG_KEY_FAULTS)
+    assert {trial.cell.level for trial in plan.trials} == {run.traffic for run in plan.clean_runs} == {KEYS}
+    for fault, proof_sets in SGLANG_KEY_PROOF_SETS.items():
+        assert {trial.cell.proofs for trial in plan.trials if trial.cell.fault == fault} == set(proof_sets)
+    (tmp_path / "plan.toml").write_text(plan_toml(plan))
+    assert read_plan(tmp_path) == plan
+    (tmp_path / "plan.toml").write_text(plan_toml(plan).replace('"tag"', '"control_plane"'))
+    with pytest.raises(RunFolderError, match="not a plan of this release"):
+        read_plan(tmp_path)
 
 
 def test_weights_that_do_not_go_with_a_kv_dtype_are_no_setup() -> None:
@@ -85,6 +105,9 @@ def test_every_fault_is_tried_with_the_tag_proof_alone() -> None:
         (("--backend", "numpy"), ("numpy", "torch")),
         (("--weights", "int4"), ("no weights go with",)),
         (("--fault", "stale-cache-entry"), ("stale-cache-entry", "stale-radix-node")),
+        (("--fault", "hit-not-loaded"), ("hit-not-loaded", "HiCache")),
+        (("--fault", "keys,stale-row"), ("stale-row", "one campaign each")),
+        (("--fault", "keys", "--model", "smollm2"), ("smollm2", "tiny")),
         (("--phases", "pd"), ("--phases", "SGLang")),
         (("--model", "/no/such/folder"), ("/no/such/folder", "smollm2")),
     ],

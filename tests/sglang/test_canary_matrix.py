@@ -16,7 +16,7 @@ import pytest
 pytest.importorskip("sglang")
 
 from bench.canary_faults import CASES  # noqa: E402
-from bench.canary_matrix import markdown, measure  # noqa: E402
+from bench.canary_matrix import LEVELS, markdown, measure  # noqa: E402
 from tests.sglang.apart import Child  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -70,18 +70,29 @@ def test_what_kv_canary_misses_at_its_defaults_a_tag_sees_in_time(rows: dict[str
     assert verdict(rows[name], "kvguard") == "before"
 
 
-def test_what_needs_more_than_tags_is_never_called_caught(rows: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("column", "level"), LEVELS.items())
+def test_what_needs_more_is_never_called_caught(rows: dict[str, Any], column: str, level: str) -> None:
     for case in CASES:
-        if case.needs:
-            assert verdict(rows[case.name], "kvguard") == f"later: {case.needs}"
-            assert rows[case.name]["columns"]["kvguard"]["measured"] == "never", case.name
+        if needs := case.needed_beyond(level):
+            assert verdict(rows[case.name], column) == f"later: {needs}"
+            assert rows[case.name]["columns"][column]["measured"] == "never", case.name
+
+
+def test_what_needs_content_keys_is_seen_in_time_by_them(rows: dict[str, Any]) -> None:
+    """And what tags see, they see at level `keys` as well; nobody but the victims is flagged."""
+    by_keys = [case.name for case in CASES if case.needs == "keys"]
+    assert by_keys == ["phantom", "other_tenant"]
+    for case in CASES:
+        if case.needs in (None, "keys") and not case.healthy:
+            assert verdict(rows[case.name], "kvguard keys") == "before", case.name
+            assert rows[case.name]["columns"]["kvguard keys"]["flagged besides the victims"] == [], case.name
 
 
 def test_healthy_histories_are_clean_for_kvguard(rows: dict[str, Any]) -> None:
     healthy = [case.name for case in CASES if case.healthy]
     assert {"clean", "loaded_back", "handed_over"} == set(healthy)
     for name in healthy:
-        assert verdict(rows[name], "kvguard") == "clean", rows[name]
+        assert {verdict(rows[name], column) for column in LEVELS} == {"clean"}, rows[name]
     # The history would prove little without these.
     assert all(rows["clean"]["counts"].values()), rows["clean"]["counts"]
     assert verdict(rows["clean"], "D") == "clean"
@@ -94,7 +105,7 @@ def test_the_committed_tables_are_what_is_measured(rows: dict[str, Any]) -> None
     report = json.loads((folder / "canary_matrix.json").read_text())
     assert [row["name"] for row in report["rows"]] == [case.name for case in CASES]
     for row in report["rows"]:
-        for column in ("D", "kvguard"):
+        for column in ("D", *LEVELS):
             assert row["columns"][column] == rows[row["name"]]["columns"][column], row["name"]
     table = markdown(report)
     assert (folder / "canary_matrix.md").read_text().endswith(table)

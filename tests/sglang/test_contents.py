@@ -210,6 +210,36 @@ def test_a_tenant_whose_salt_got_lost_reads_nobody_elses_pages(engine: Engine, p
     assert not engine.guard.audits and engine.guard.armed
 
 
+def with_image(req: Any, identity: int) -> None:
+    """The request's tokens 40 to 59 stand for an image; a text model computes them as they are."""
+    from sglang.srt.managers.schedule_batch import Modality, MultimodalDataItem, MultimodalInputs
+
+    item = MultimodalDataItem(modality=Modality.IMAGE, hash=identity, offsets=[(40, 59)])
+    req.multimodal_inputs = MultimodalInputs(mm_items=[item])
+
+
+@LOOPS
+@on(environment=ON)
+def test_an_image_that_is_not_in_the_key_is_another_content(engine: Engine, overlap: bool) -> None:
+    """SGLang puts a value made of the image's hash in the placeholders' place; here it has not. What stands before the
+    image is the same, the image's own pages find nobody but those who sent it too."""
+    images = {"first": 1, "same": 1, "other": 2}
+
+    def attach(req: Any) -> None:
+        with_image(req, images[req.rid])
+
+    with every_request(engine, attach), hits_of(engine) as hits:
+        for name in images:
+            engine.add(name, PROMPT, TOKENS)
+            engine.run()
+    assert hits["same"] == 144 and engine.tokens["same"] == engine.tokens["first"]
+    assert engine.tokens.get("other", []) == [] and engine.ends["other"]["type"] == "abort"
+    (violation,) = new_violations(engine)
+    # Of pages of 16 tokens the third holds the image's first ones.
+    assert (violation.request, violation.kind, violation.column) == ("other", Kind.CONTENT_TOKENS, 2)
+    assert_whole(engine)
+
+
 @LOOPS
 @SIZES
 @on(environment=ON)
@@ -233,6 +263,29 @@ def test_a_collision_ends_its_first_victim_and_the_next_ones_compute(
     assert engine.tokens.get("victim", []) == []
     (violation,) = new_violations(engine)
     assert (violation.request, violation.kind, violation.column) == ("victim", Kind.CONTENT_TOKENS, 0)
+    assert_whole(engine)
+
+
+@LOOPS
+@SIZES
+@on(environment=ON)
+def test_a_collision_at_the_start_of_a_prompt_in_chunks_is_named(
+    engine: Engine, page_size: int, overlap: bool
+) -> None:
+    """With overlap the first chunk behind the wrong pages is in the tree before the verdict: they are named, not it."""
+
+    def scenario(engine: Engine) -> Client:
+        engine.add("first", OTHER, TOKENS)
+        return once_ended(1, lambda engine: engine.add("victim", PROMPT, TOKENS))
+
+    wanted = golden(engine, scenario)
+    with looked_up_as(engine, {"victim": OTHER[:32]}), hits_of(engine) as hits:
+        engine.run(scenario(engine))
+    assert victims(engine, wanted, dict.fromkeys(wanted, TOKENS)) == ["victim"]
+    assert hits.get("victim", 32) == 32 and engine.tokens.get("victim", []) == []
+    (violation,) = new_violations(engine)
+    assert (violation.kind, violation.column) == (Kind.CONTENT_TOKENS, 0), violation
+    assert violation.proof is Proof.CONTENT_KEY
     assert_whole(engine)
 
 

@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvguard.violation import Action, Kind
 from tests.sglang.apart import Child
 from tests.sglang.engine import Engine
 from tests.sglang.scenarios import assert_whole, at_step, null_entry, send, stale_row
+from tests.sglang.test_contents import OTHER, PROMPT, every_request
 
 RANKS = 2
 FAULTS = {"null-entry": null_entry, "stale-row": stale_row}
@@ -75,6 +77,27 @@ def traffic(kept: dict[str, Any], rank: int, fault: str) -> dict[str, Any]:
     }
 
 
+def tenants(kept: dict[str, Any], rank: int, lost: bool) -> dict[str, Any]:
+    """A tenant's prompt, and then the same of another tenant; `lost`: SGLang has lost what keeps them apart."""
+    engine: Engine = kept["engine"]
+    engine.flush()
+    before = len(engine.guard.violations)
+    engine.add("a", PROMPT, 20, tenant="a")
+    engine.add("other", OTHER, 40)
+
+    def lose(req: Any) -> None:
+        if lost:
+            req.extra_key = None
+
+    with every_request(engine, lose):
+        engine.run(at_step(12, lambda engine: engine.add("b", PROMPT, 12, tenant="b")))
+    assert_whole(engine)
+    return {
+        "tokens": engine.tokens,
+        "violations": [(v.request, v.kind, v.action, v.step) for v in engine.guard.violations[before:]],
+    }
+
+
 def ports_of(kept: dict[str, Any]) -> Any:
     """Ports that both ranks use."""
     from sglang.srt.server_args import PortArgs, ServerArgs
@@ -105,6 +128,10 @@ class Pair:
         """What both ranks saw."""
         return self._both(traffic, fault)
 
+    def tenants(self, lost: bool) -> list[dict[str, Any]]:
+        """The same of two tenants with one prompt."""
+        return self._both(tenants, lost)
+
     def fail(self) -> None:
         """Have the guard of rank 1 fail in its next traffic."""
         self._both(break_guard)
@@ -115,16 +142,19 @@ class Pair:
             child.stop()
 
 
-@pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
-def test_a_fault_on_one_rank_is_everyones(overlap: bool) -> None:
-    """Clean runs are as without a guard; a fault on rank 1 ends the same request on both ranks in the same step."""
+@pytest.mark.parametrize(("overlap", "level"), [(False, "tags"), (True, "keys")], ids=["normal", "overlap"])
+def test_a_fault_on_one_rank_is_everyones(overlap: bool, level: str) -> None:
+    """Clean runs are as without a guard; a fault on rank 1 ends the same request on both ranks in the same step.
+
+    At level `keys` so does a hit on another tenant's pages.
+    """
     plain = Pair({"SGLANG_PLUGINS": "none"}, overlap)
     try:
         assert plain.guarded == [False, False]
         wanted = plain.run()
     finally:
         plain.stop()
-    pair = Pair({"KVGUARD_LEVEL": "tags"}, overlap)
+    pair = Pair({"KVGUARD_LEVEL": level}, overlap)
     try:
         assert pair.guarded == [True, True]
         clean = pair.run()
@@ -145,6 +175,16 @@ def test_a_fault_on_one_rank_is_everyones(overlap: bool) -> None:
                 assert len(tokens) == 24 or name == "r3"
             assert first["ends"]["r3"] == "abort" and 0 < len(first["tokens"]["r3"]) < 24
             assert first["messages"]["r3"].startswith("kvguard kvg-")
+        if level == "keys":
+            sound, led = pair.tenants(lost=False), pair.tenants(lost=True)
+            assert [found["violations"] for found in sound] == [[], []]
+            assert led[0]["violations"] == led[1]["violations"], "not alike, or not in the same step"
+            ((request, kind, action, _),) = led[0]["violations"]
+            assert (request, kind, action) == ("b", Kind.CONTENT_DOMAIN, Action.ABORTED)
+            assert len(sound[0]["tokens"]["b"]) == 12
+            # An empty list: SGLang says that it is over.
+            assert led[0]["tokens"] | {"b": []} == sound[0]["tokens"] | {"b": []}
+            assert led[0]["tokens"].get("b", []) == []
         # And healthy again.
         again = pair.run()
         assert again[0]["tokens"] == wanted[0]["tokens"] and again[0]["violations"] == 0
