@@ -97,7 +97,7 @@ class Ledger:
     @property
     def in_one_run(self) -> bool:
         """Whether the live columns are one extent that goes up to the last column: another page extends it."""
-        return len(self._extents) == 1 and self._extents[0][1] == len(self._pages)
+        return bool(self._extents) and self._extents[0][1] == len(self._pages)
 
     @property
     def extent_count(self) -> int:

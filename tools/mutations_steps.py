@@ -87,7 +87,6 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
     *of_file(
         "kvguard/ledger.py",
         ("onward: terms that were not summed yet", LEDGER, "        if self._summed != column:\n            return self.digest\n", ""),
-        ("onward: a run that is not the only one", LEDGER, "return len(self._extents) == 1 and self", "return bool(self._extents) and self"),
         ("onward: a run that ends before the last column", LEDGER, " and self._extents[0][1] == len(self._pages)", ""),
     ),
     *of_file(

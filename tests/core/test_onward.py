@@ -63,11 +63,10 @@ class DecodingTwins(Twins):
         grown, published = [], []
         for row, name in enumerate(names):
             pages = self.held[name]["main"]
-            if len(pages) * SIZE <= self.tokens[name] and self.free["main"]:
-                grown.append((row, self.free["main"].pop(0)))
-                pages.append(grown[-1][1])
-                if self.rng.random() < 0.1 and self.free["main"]:
-                    # A page ahead: it is taken in the same step, for a column that is not reached yet.
+            needed = len(pages) * SIZE <= self.tokens[name]
+            # Now and then a page ahead, for a column that is not reached yet.
+            for take in (needed, self.rng.random() < 0.1):
+                if take and self.free["main"]:
                     grown.append((row, self.free["main"].pop(0)))
                     pages.append(grown[-1][1])
             self.tokens[name] += 1
@@ -212,6 +211,7 @@ NOT_ONWARD: dict[str, tuple[Callable[[Rig], Any], list[tuple[int, int]], list[tu
     "two pages for one": (lambda rig: None, [(0, 5), (0, 6)], []),
     "a row that needs a page and gets none": (lambda rig: None, [(1, 5)], []),
     "a page that is published already": (lambda rig: rig.guard.publish("b", 0, "old"), [(0, 5)], [(1, 0, "key")]),
+    "a page that is published twice": (lambda rig: None, [(0, 5)], [(1, 0, "key"), (1, 0, "other")]),
     "a page that the step does not fill": (lambda rig: None, [(0, 5)], [(1, 1, "key")]),
     "a column that is not there": (lambda rig: None, [(0, 5)], [(1, 7, "key")]),
     "a request that is condemned": (lambda rig: rig.guard._books.marked.add(rig.guard._books.state("a")), [(0, 5)], []),
@@ -236,6 +236,39 @@ def test_whatever_takes_a_closer_look_is_left_to_the_long_way(case: str) -> None
     before, step = standing(rig.guard), rig.guard._books.step
     assert rig.guard.step_onward(grown, published) is None
     assert standing(rig.guard) == before and rig.guard._books.step == step
+
+
+def test_a_request_that_is_listed_twice_takes_the_long_way() -> None:
+    """Each of its rows would take the page."""
+    rig = Rig()
+    rig.start("a")
+    rig.allocate("a", 1, 2)
+    for end, start in ((7, 0), (8, 7)):
+        rig.guard.step(["a", "a"], [0, 1], [end] * 2, [start] * 2)
+    assert rig.guard.step_onward([(0, 5), (1, 6)]) is None
+
+
+def test_a_page_ahead_does_not_move_the_floor() -> None:
+    """The row goes on within the page that it writes; in the next one its floor is another."""
+    rig = decoding()
+    assert onward(rig, [(0, 5), (1, 6)]) is not None
+    assert rig.guard.step_again() is not None, "b stands at 8, with a page ahead"
+    assert rig.guard.step_again() is None
+
+
+def test_what_was_kept_of_the_batch_is_kept_up_to_date() -> None:
+    """A step made in full behind one that was made in a call finds nothing to do, and can be made again."""
+    rig = decoding()
+    delta = onward(rig, [(0, 5)])
+    assert delta is not None
+    with pytest.raises(ValueError, match="read-only"):
+        delta.packed[0] = 1
+    long = rig.guard.step(["a", "b"], [0, 1], [10, 8], [9, 7])
+    assert np.shares_memory(long.packed, delta.packed), "no row had to be looked at"
+    assert said(long)[1:] == said(delta)[1:]
+    rig.guard.allocate("b", [6])
+    rig.guard.step(["a", "b"], [0, 1], [11, 9], [10, 8])
+    assert rig.guard.step_again() is not None, "a has room up to 12"
 
 
 def test_a_stalled_request_publishes_nothing_in_passing() -> None:
