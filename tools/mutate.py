@@ -149,21 +149,31 @@ def mutated_text(source: str, mutation: Mutation) -> str:
 
 
 def try_mutation(
-    tree: Path, mutation: Mutation, warm: WarmPython | None = None, hint: str | None = None
+    tree: Path,
+    mutation: Mutation,
+    warm: WarmPython | None = None,
+    hint: str | None = None,
+    green: set[str] | None = None,
 ) -> Outcome:
-    """Apply, test, restore. `hint`: a test that is green without the mutation, to be run before the others."""
+    """Apply, test, restore.
+
+    `hint`: a test to be run before the others. `green`: tests that are known to pass without a mutation; a test that
+    went red and is not among them is run once more without it.
+    """
+    green = set() if green is None else green
     path = tree / mutation.path
     source = path.read_text(encoding="utf-8")
     try:
         path.write_text(mutated_text(source, mutation), encoding="utf-8")
         done = run_tests(tree, [hint] if hint else mutation.tests, warm)
         if hint and done.returncode != RED:
-            hint, done = None, run_tests(tree, mutation.tests, warm)
+            done = run_tests(tree, mutation.tests, warm)
         path.write_text(source, encoding="utf-8")
         red = re.search(r"^FAILED (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
         if done.returncode == RED and red is not None:
-            if not hint:
+            if red.group(1) not in green:
                 require_green(tree, [red.group(1)], warm)
+                green.add(red.group(1))
             return Outcome(name=mutation.name, red=red.group(1))
     except (MutationError, SyntaxError, subprocess.TimeoutExpired) as error:
         return Outcome(name=mutation.name, error=str(error))
@@ -187,11 +197,12 @@ def run_all(
     `environment`; none: each in a Python of its own.
     """
     trees: queue.SimpleQueue[tuple[Path, WarmPython | None]] = queue.SimpleQueue()
+    green: set[str] = set()
 
     def on_a_free_tree(mutation: Mutation) -> Outcome:
         tree, warm = trees.get()
         try:
-            return try_mutation(tree, mutation, warm, hints.get(mutation.name))
+            return try_mutation(tree, mutation, warm, hints.get(mutation.name), green)
         finally:
             trees.put((tree, warm))
 
@@ -207,8 +218,9 @@ def run_all(
             trees.put((tree, warm))
         try:
             hints = usable_hints(first, mutations)
-            if hints:
-                require_green(first, sorted(set(hints.values())), started[0] if started else None)
+            green.update(hints.values())
+            if green:
+                require_green(first, sorted(green), started[0] if started else None)
             return list(pool.map(on_a_free_tree, mutations))
         finally:
             for warm in started:
