@@ -3,7 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
-PYTEST_ARGS ?= -n 2 --dist loadfile
+# In the order of tests/conftest.py, which has the long files first.
+PYTEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 PYTEST = $(BIN)/python -m pytest $(PYTEST_ARGS)
 
 .DEFAULT_GOAL := help

@@ -38,11 +38,11 @@ def test_test_checks_style_and_types_first(make: Make) -> None:
         "-m ruff check .",
         "-m mypy",
         "-m tools.prepare_smollm2",
-        '-m pytest -n 2 --dist loadfile -m "not soak"',
+        '-m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "not soak"',
         "-m tools.make_engine_env vllm",
-        ".venv-vllm/bin/python -m pytest -n 2 --dist loadfile tests/vllm",
+        ".venv-vllm/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/vllm",
         "-m tools.make_engine_env sglang",
-        ".venv-sglang/bin/python -m pytest -n 2 --dist loadfile tests/sglang",
+        ".venv-sglang/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/sglang",
     ]
 
 
