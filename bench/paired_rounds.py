@@ -12,6 +12,13 @@ from typing import Any
 
 from bench.engine_process import EngineProcess
 
+FIGURES = {
+    "tokens_per_s": "tokens/s",
+    "cpu_ms": "CPU ms per token",
+    "p50_ms": "inter-token p50, ms",
+    "p95_ms": "p95, ms",
+}
+"""Of a round, and what they are called; an engine's rounds need not have all."""
 SETTLE_S = 0.3  # between rounds, for the idle engine's threads to stop spinning
 
 
@@ -42,7 +49,7 @@ def measure(plain: EngineProcess, guarded: EngineProcess, *, batch: int, pairs: 
             raise SystemExit(f"batch {batch}, pair {pair}: the two engines gave different tokens")
         rounds.append((found[False], found[True]))
     report: dict[str, Any] = {"batch": batch, "pairs": pairs, "tokens": tokens}
-    for name in ("tokens_per_s", "p50_ms", "p95_ms"):
+    for name in FIGURES.keys() & rounds[0][0].keys():
         report[name] = {
             "off": statistics.median(off[name] for off, _ in rounds),
             "on": statistics.median(on[name] for _, on in rounds),
@@ -53,7 +60,9 @@ def measure(plain: EngineProcess, guarded: EngineProcess, *, batch: int, pairs: 
 
 def print_report(report: dict[str, Any]) -> None:
     """A line per figure."""
-    for name, label in (("tokens_per_s", "tokens/s"), ("p50_ms", "inter-token p50, ms"), ("p95_ms", "p95, ms")):
+    for name, label in FIGURES.items():
+        if name not in report:
+            continue
         figure, ratio = report[name], report[name]["ratio"]
         print(
             f"{report['batch']:>5}  {label:<20} {figure['off']:>8.2f} {figure['on']:>8.2f}  "
@@ -72,7 +81,7 @@ def compare(
     file: Path | None,
     facts: dict[str, Any],
 ) -> None:
-    """Print three lines per batch size, stop both, and write everything to `file` if there is one."""
+    """Print a line per figure and batch size, stop both, and write everything to `file` if there is one."""
     load = os.getloadavg()[0]
     if load > 2:
         print(f"WARNING: the load of this machine is {load:.1f}: the figures are not to be quoted")

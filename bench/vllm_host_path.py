@@ -9,11 +9,11 @@ measured on the unwrapped pool, in between, and subtracted), and so are the kern
 clean stands in. What a step costs on a core that runs vLLM's own work and the forward in between,
 with cold caches, is what bench/vllm_step_cost.py measures.
 
-Every request goes on by a token in each step, as in decode, and vLLM's habits are kept: a block is published in the step
-that fills it, and the next one is drawn in the step after.
+Every request goes on by a token in each step, as in decode, and vLLM's habits are kept: a block is published in the
+step that fills it, and the next one is drawn in the step after.
 
 steady    no request fills a block or takes one
-natural   two requests fill their blocks of 32 and two others take one: as often as blocks of 16 would have it on average
+natural   two requests fill their blocks of 32 and two others take one: as often as with blocks of 16 on average
 publish   all 32 requests fill their blocks in the same step
 draw      all 32 take another one in the same step
 """

@@ -8,9 +8,10 @@ own that stays alive; only one works at a time, and which of a pair goes first a
 cancels. Both get the same prompts and must give the same tokens; every step of the guarded one must have been verified,
 without a violation; otherwise there are no figures. `--null` compares two unguarded engines: what it shows is noise.
 
-Throughput is tokens over the wall time of a round, prefill included. Inter-token latency is the time from one step to
-the next while all requests decode. Run it on a machine that does nothing else: vLLM binds its threads to the cores, and
-with another busy process there a step takes up to fifty times as long.
+Throughput is tokens over the wall time of a round, prefill included; CPU time per token is that of all threads, which
+what else runs on the machine disturbs less (with OMP_NUM_THREADS=1, so that none of them waits in a loop). Inter-token
+latency is the time from one step to the next while all requests decode. Run it on a machine that does nothing else: vLLM
+binds its threads to the cores, and with another busy process there a step takes up to fifty times as long.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class Engine:
         rng = random.Random(seed)
         parameters = SamplingParams(max_tokens=tokens, temperature=0, ignore_eos=True, detokenize=False)
         prompts = [[rng.randrange(*TOKEN_RANGE) for _ in range(PROMPT_TOKENS)] for _ in range(batch)]
-        started = time.perf_counter()
+        started, before = time.perf_counter(), time.process_time()
         for place, prompt in enumerate(prompts):
             self._engine.add_request(f"{seed}-{place}", {"prompt_token_ids": prompt}, parameters)
         answers: dict[str, list[int]] = {}
@@ -71,6 +72,7 @@ class Engine:
         return {
             "tokens": [answers[f"{seed}-{place}"] for place in range(batch)],
             "tokens_per_s": batch * tokens / (ends[-1][0] - started),
+            "cpu_ms": (time.process_time() - before) / (batch * tokens) * 1e3,
         } | latencies(ends, batch)
 
     def guard(self) -> dict[str, Any]:
@@ -103,7 +105,7 @@ def worker(*, guarded: bool, weights: str, **settings: str) -> EngineProcess:
 
 
 def main() -> None:
-    """Print three lines per batch size; write everything as JSON if asked."""
+    """Print the figures of each batch size; write everything as JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--weights", choices=("int4", "bf16"), default="int4")
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16])

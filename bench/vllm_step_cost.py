@@ -1,6 +1,6 @@
 """What kvguard adds to a step of a real vLLM engine on the host, in microseconds, the kernels themselves excluded.
 
-    .venv-vllm/bin/python bench/vllm_step_cost.py [--json] [--steps 400] [--block-size 32] [--forward]
+    .venv-vllm/bin/python bench/vllm_step_cost.py [--json] [--steps 400] [--block-size 32] [--forward] [--level tags]
 
 An engine runs in this process with 32 decode requests. Around each of vLLM's own functions that kvguard wraps stands
 one clock, around kvguard's wrapper another; the difference is what kvguard added, the clocks' own calls included (some
@@ -207,8 +207,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--forward", action="store_true", help="run the model too, on the same cores")
     parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--level", choices=("tags", "keys"), default="tags")
     arguments = parser.parse_args()
-    os.environ["KVGUARD_LEVEL"] = "tags"
+    os.environ["KVGUARD_LEVEL"] = arguments.level
     import structlog
     import structlog.testing
 
