@@ -10,8 +10,8 @@ without a violation; otherwise there are no figures. `--null` compares two ungua
 
 Throughput is tokens over the wall time of a round, prefill included; CPU time per token is that of all threads, which
 what else runs on the machine disturbs less (with OMP_NUM_THREADS=1, so that none of them waits in a loop). Inter-token
-latency is the time from one step to the next while all requests decode. Run it on a machine that does nothing else: vLLM
-binds its threads to the cores, and with another busy process there a step takes up to fifty times as long.
+latency is the time from one step to the next while all requests decode. Run it on a machine that does nothing else:
+vLLM binds its threads to the cores, and with another busy process there a step takes up to fifty times as long.
 """
 
 from __future__ import annotations
