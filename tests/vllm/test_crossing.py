@@ -130,11 +130,13 @@ def _two_blocks(decode: Decode) -> None:
 
 
 def _no_fresh_block(decode: Decode) -> None:
-    """A block came without having left the free queue, and another one left it for nobody."""
-    decode.publish("b", 0, "hit")
-    decode.books._publish("b")
-    decode.blocks["a"].append(decode.blocks["b"][0])
-    decode.books._taken([block(9)], lambda _: [])
+    """The block that a holds has not left the free queue as far as anybody knows; another one has, for nobody."""
+    decode.blocks["a"][-1] = block(30)
+
+
+def _a_hit_and_a_block(decode: Decode) -> None:
+    decode.blocks["b"].append(decode.blocks["a"][0])
+    decode.take("b", 8)
 
 
 def _published_by_a_waiting_one(decode: Decode) -> None:
@@ -162,6 +164,7 @@ ODD: dict[str, Callable[[Decode], None]] = {
     "a waiting request's block": _connector,
     "two blocks at once": _two_blocks,
     "a block that is not fresh": _no_fresh_block,
+    "a hit and a block": _a_hit_and_a_block,
     "a waiting request's publication": _published_by_a_waiting_one,
     "two publications of one request": _published_twice,
     "a publication that is gone": _gone_from_the_cache,
