@@ -70,10 +70,10 @@ def continue_step(
     again.rooms, again.room, again.further = rooms, room, further
     delta = _take(books, batch, step, taken, size, again.enforce)
     pending = PendingStep(step, batch, again.ends, again.enforce, books.tags.upcoming, further)
-    for state, page, key, promise, keeper in publications:
-        books.tables[0].publish(page, key, promise, state.id)
+    for row, page, key, promise, keeper in publications:
+        books.tables[0].publish(page, key, promise, batch.requests[row])
         if promise is not None:
-            step_that_writes, row = keeper if keeper is not None else (pending, batch.rows_of(state)[0])
+            step_that_writes, row = keeper if keeper is not None else (pending, row)
             promise.step = step_that_writes.step
             step_that_writes.promises.append((row, promise))
     return delta, pending
@@ -111,8 +111,8 @@ _Taken = tuple[int, int, RequestState, int, int]
 """A row that goes on to a page: row, page, request, the floor that it has then, and how far it can go on."""
 
 
-_Publication = tuple[RequestState, int, Hashable, Promise | None, tuple[PendingStep, int] | None]
-"""Request, page, key; the promise, if it is not complete yet; the step in flight that keeps it, if not this one."""
+_Publication = tuple[int, int, Hashable, Promise | None, tuple[PendingStep, int] | None]
+"""Row, page, key; the promise, if it is not complete yet; the step in flight that keeps it, if not this one."""
 
 
 def _pages_to_take(
@@ -165,7 +165,7 @@ def _publications_to_make(
                 keeper = books.writing_step(state, need)
                 if keeper is None:
                     return None
-        found.append((state, page, key, promise, keeper))
+        found.append((row, page, key, promise, keeper))
     return found if len({page for _, page, *_ in found}) == len(found) else None
 
 

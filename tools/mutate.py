@@ -125,17 +125,19 @@ def read_hints() -> dict[str, str]:
 
 def usable_hints(tree: Path, mutations: Sequence[Mutation]) -> dict[str, str]:
     """Those hints whose tests are there still, among the ones that their mutation names."""
-    hints = {mutation.name: read_hints().get(mutation.name, "") for mutation in mutations}
-    files = sorted({hint.split("::")[0] for hint in hints.values() if hint})
-    found: set[str] = set()
-    if files:
-        options = ("-q", "--no-header", "-p", "no:cacheprovider", "--collect-only")
-        found = set(run_python(tree, "-m", "pytest", *options, *files).stdout.splitlines())
-    named = {
-        mutation.name: any(hints[mutation.name].startswith(test.split("[")[0]) for test in mutation.tests)
+    remembered = read_hints()
+    hints = {
+        mutation.name: remembered[mutation.name]
         for mutation in mutations
+        if mutation.name in remembered
+        and any(remembered[mutation.name].startswith(test.split("[")[0]) for test in mutation.tests)
     }
-    return {name: hint for name, hint in hints.items() if hint in found and named[name]}
+    if not hints:
+        return {}
+    options = ("-q", "--no-header", "-p", "no:cacheprovider", "--collect-only")
+    files = sorted({hint.split("::")[0] for hint in hints.values()})
+    found = set(run_python(tree, "-m", "pytest", *options, *files).stdout.splitlines())
+    return {name: hint for name, hint in hints.items() if hint in found}
 
 
 def mutated_text(source: str, mutation: Mutation) -> str:

@@ -234,7 +234,7 @@ class BlockBooks:
             return None
         published = []
         for name, entries in self._published.items():
-            group, column, key, block, _ = entries[0]
+            _, column, key, block, _ = entries[0]
             if len(entries) > 1 or block.block_hash != key or name not in self._row_of:
                 return None
             published.append((self._row_of[name], column, key))
