@@ -87,10 +87,10 @@ def work(weights: str) -> None:
     answer_commands(channel, engine.round, engine.guard)
 
 
-def worker(*, guarded: bool, weights: str, **settings: str) -> EngineProcess:
-    """In the parent: one worker process; its facts are the guard's counters."""
+def worker(*, guarded: bool, weights: str, script: str = __file__, **settings: str) -> EngineProcess:
+    """In the parent: one worker process, which `script` runs; its facts are the guard's counters."""
     started = EngineProcess(
-        [sys.executable, __file__, "--worker", "--weights", weights],
+        [sys.executable, script, "--worker", "--weights", weights],
         guarded=guarded,
         environment=settings | {
             "HF_HUB_OFFLINE": "1",

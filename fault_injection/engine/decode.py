@@ -268,6 +268,8 @@ class DecodeEngine(Engine):
         sequence.computed = len(sequence.request.prompt)
         sequence.published = incoming.shared
         sequence.tokens.append(part.first_token)
+        if self.guard is not None and self.guard.wants_contents:
+            self.guard.add_tokens(sequence.id, [part.first_token])
         self.outputs[sequence.id].tokens.append(Emitted(BEFORE_HERE, part.first_token))
         if sequence.generated >= sequence.request.max_new_tokens:
             self._end(sequence, None)

@@ -392,7 +392,7 @@ class PhasesRuns:
         return run_phases(self._setup, self._arrivals, fault_seed=self._plan.fault_seed, **options)
 
 
-def clean_runs(plan: CleanPlan, *, model: str, backend: str) -> tuple[Run, Run]:
+def clean_runs(plan: CleanPlan, *, model: str, backend: str, proofs: str = "all") -> tuple[Run, Run]:
     """Healthy traffic in tight pools with client aborts: guards off, guards on."""
     setup = PhasesSetup(
         model=model,
@@ -404,4 +404,4 @@ def clean_runs(plan: CleanPlan, *, model: str, backend: str) -> tuple[Run, Run]:
     )
     golden = golden_phases(setup, plan.traffic_seed, True)
     arrivals = trial_traffic(plan.traffic_seed, _prompts(setup), client_aborts=True)
-    return golden, run_phases(setup, arrivals, proofs="all", fault_seed=plan.traffic_seed)
+    return golden, run_phases(setup, arrivals, proofs=proofs, fault_seed=plan.traffic_seed)

@@ -28,6 +28,7 @@ UPDATED_BEFORE = 3
 _AT_KEYS = {"KVGUARD_LEVEL": KEYS}
 KEY_GUARDS: dict[str, dict[str, str]] = {
     "all": _AT_KEYS,
+    "keys": _AT_KEYS,
     "content_key": _AT_KEYS,
     "tag": _AT_KEYS,
     "none": _AT_KEYS,

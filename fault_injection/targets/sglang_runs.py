@@ -27,6 +27,8 @@ LATE_STEPS = 34
 """When the last pair arrives: some of the first requests are over, and only the tree holds their pages."""
 GUARDS: dict[str, dict[str, str]] = {
     "all": {"KVGUARD_LEVEL": "tags"},
+    "tags": {"KVGUARD_LEVEL": "tags"},
+    "keys": {"KVGUARD_LEVEL": "keys"},
     "tag": {"KVGUARD_LEVEL": "tags", "KVGUARD_CONTROL_PLANE": "false"},
     "control_plane": {"KVGUARD_LEVEL": "tags", "KVGUARD_DEVICE_CHECK": "false"},
     "write_slot": {"KVGUARD_LEVEL": "tags"},

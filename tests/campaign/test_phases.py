@@ -11,13 +11,13 @@ import pytest
 
 from kvguard.fault_injection.faults.pages import PAGE_FAULTS
 from kvguard.fault_injection.faults.transfers import TRANSFER_FAULTS
-from kvguard.fault_injection.judging import judge_trial
+from kvguard.fault_injection.judging import judge_clean, judge_trial
 from kvguard.fault_injection.options import PHASE_COUNTS, Options, UsageError, make_plan
 from kvguard.fault_injection.phases_plan import PHASE_STORAGE, TRANSFER_UNSUPPORTED
-from kvguard.fault_injection.plan import Cell, TrialPlan
+from kvguard.fault_injection.plan import Cell, CleanPlan, TrialPlan
 from kvguard.fault_injection.results import DETECTED, MISSED, UNSUPPORTED, TrialResult
 from kvguard.fault_injection.run_folder import PLAN, plan_toml, read_plan
-from kvguard.fault_injection.targets.pd_runs import PhasesRuns
+from kvguard.fault_injection.targets.pd_runs import PhasesRuns, clean_runs
 from kvguard.fault_injection.trial import run_trial
 from kvguard.violation import Proof
 from tests.campaign.test_command import SMALL, assert_one_line_and_exit_2, campaign
@@ -92,6 +92,15 @@ def test_bytes_that_were_never_copied_are_not_covered_and_nobody_claims_it() -> 
     plan = plan_of("bytes-lost", FP32, "all", 3)
     unseen = judge_trial(plan, PhasesRuns(plan, model="recall", backend="torch", proofs="all"))
     assert unseen.outcome == MISSED and unseen.detected_by == ()
+
+
+@pytest.mark.parametrize("level", ["tags", "keys"])
+def test_healthy_hand_overs_are_clean_and_hit_as_often_as_without_a_guard(level: str) -> None:
+    """Both workers at the level: no page is kept out of the cache, nothing is flagged, the same tokens."""
+    plan = CleanPlan(index=0, kv_dtype="fp32", weights="fp32", page_size=16, traffic_seed=1001, phases="pd")
+    golden, run = clean_runs(plan, model="recall", backend="torch", proofs=level)
+    assert judge_clean(plan, golden, run).clean, run.violations
+    assert run.counts.prefix_hits == golden.counts.prefix_hits > 0 and run.hand_overs == golden.hand_overs > 0
 
 
 def options(**given: object) -> Options:

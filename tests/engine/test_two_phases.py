@@ -113,11 +113,13 @@ def test_phases_differ_in_precision_and_the_guards_change_nothing(process: Prefi
     assert not on.violations and not on.guard_trouble and on.counts.client_aborts > 0
 
 
-def guarded(process: PrefillProcess, setup: PhasesSetup, seed: int) -> tuple[DecodeEngine, Any]:
+def guarded(
+    process: PrefillProcess, setup: PhasesSetup, seed: int, *, proofs: str = "all"
+) -> tuple[DecodeEngine, Any]:
     """A guarded decode worker beside a fresh guarded prefill worker, and its guard."""
-    process.begin(setup.prefill_spec(proofs="all", seed=seed, key=KEY))
+    process.begin(setup.prefill_spec(proofs=proofs, seed=seed, key=KEY))
     config = setup.decode_config()
-    guard = make_guard(config, proofs="all", backend="torch", seed=seed)
+    guard = make_guard(config, proofs=proofs, backend="torch", seed=seed)
     target = TransferTarget(guard, TransferLink(name="decode", key=KEY), layout=setup.wire().layout())
     return DecodeEngine(setup.decode_model(), config, process, guard, target), guard
 
@@ -168,12 +170,12 @@ def test_a_worker_that_falls_over_says_why(process: PrefillProcess) -> None:
 
 
 def test_healthy_traffic_over_two_phases_is_clean(process: PrefillProcess) -> None:
-    """A small soak in tight pools: preemptions, evictions, prefix hits and client aborts, and nothing is flagged."""
+    """A small soak at level `keys` in tight pools: preemptions, evictions, hits, client aborts; nothing is flagged."""
     torch.set_num_threads(1)
     seed = int(os.environ.get("KVGUARD_TEST_SEED", "12"))
     print(f"soak seed {seed} (KVGUARD_TEST_SEED)")
     setup = PhasesSetup(model="recall", weights="fp32", kv_dtype="fp32", page_size=8, tight=True)
-    engine, guard = guarded(process, setup, seed)
+    engine, guard = guarded(process, setup, seed, proofs="keys")
     single = Engine(load_model("recall", "fp32"), engine_config(kv_dtype="fp32", page_size=8, tight=False))
     traffic, prompts = endless_traffic(seed), []
     for _ in range(500):
