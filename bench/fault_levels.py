@@ -52,12 +52,12 @@ FAULTS: dict[str, dict[str, tuple[str, ...]]] = {
 """engine -> group -> fault kinds that are made there."""
 STORAGE = {
     "embedded": (("fp32", "fp32"), ("fp8_e4m3", "int4"), ("fp8_e4m3", "fp32"), ("fp32", "int4")),
-    "vllm": (("fp32", "fp32"), ("bf16", "bf16")),
+    "vllm": (("fp32", "fp32"),),
     "sglang": (("fp32", "fp32"), ("fp8_e4m3", "bf16")),
 }
-"""KV dtype and weights, taken in turns."""
+"""KV dtype and weights, taken in turns; in vLLM one engine serves all trials, as its campaigns have the others."""
 PAGE_SIZE = {"embedded": 16, "vllm": 32, "sglang": 16}
-SCHEDULING = {"embedded": ("",), "vllm": ("sync", "async"), "sglang": ("normal", "overlap")}
+SCHEDULING = {"embedded": ("",), "vllm": ("async",), "sglang": ("normal", "overlap")}
 MODEL = {"embedded": "recall", "vllm": "tiny", "sglang": "tiny"}
 ATTEMPTS = 4
 """Seeds per wanted trial: a draw that finds no victim is no trial, and the next one is taken."""
