@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from kvguard.adapters.generic import PagedGuard
 from kvguard.config import GuardConfig
+from kvguard.content_calls import ContentCalls
 from kvguard.fault_injection.engine.engine import Engine
 from kvguard.fault_injection.engine.pool import NULL_PAGE
 from kvguard.fault_injection.targets.embedded_runs import engine_config, load_model
 from kvguard.fault_injection.traffic import endless_traffic
+from kvguard.guard import Guard
 from kvguard.pools import PoolSpec
+from kvguard.violation import Kind
 from tests.soaking import assert_found_nothing
 
-STEPS = {"keys": 20_000, "tags": 2_000}
+STEPS = {"keys": 20_000, "tags": 1_000}
 WHOSE = (("northwind", ""), ("lakeside", "red"), ("", ""), ("", "red"))
 """Tenant and adapter of a request."""
 
@@ -68,3 +72,35 @@ def test_a_soak_of_healthy_traffic_is_clean_and_changes_no_token(level: str) -> 
     health = guard.health()
     assert health.ok and health.in_flight == 0 and health.quarantined_pages == 0
     assert health.counters["steps_verified"] == health.counters["steps_seen"] > STEPS[level] // 2
+
+
+def one_in_ten(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, wrong: Any) -> None:
+    """Every tenth call of a method answers wrong(original, self, *args) instead."""
+    original, calls = getattr(owner, name), [0]
+
+    def sometimes(self: Any, *args: Any, **kwargs: Any) -> Any:
+        calls[0] += 1
+        return wrong(original, self, *args, **kwargs) if calls[0] % 10 == 0 else original(self, *args, **kwargs)
+
+    monkeypatch.setattr(owner, name, sometimes)
+
+
+def test_a_guard_that_takes_sound_hits_for_wrong_ones_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hit that is refused aborts nobody and changes no token."""
+    wrong = Kind.CONTENT_TOKENS, "broken on purpose"
+    one_in_ten(monkeypatch, ContentCalls, "_problem_with_content", lambda *_: wrong)
+    monkeypatch.setitem(STEPS, "keys", 400)
+    with pytest.raises(AssertionError, match="other tokens than its own"):
+        test_a_soak_of_healthy_traffic_is_clean_and_changes_no_token("keys")
+
+
+def test_a_guard_that_shortens_hits_and_says_nothing_fails_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens are the same, and computed twice."""
+
+    def shorter(original: Any, guard: Guard, request: str, hits: Any, **named: Any) -> Any:
+        return original(guard, request, hits[:-1], **named)
+
+    one_in_ten(monkeypatch, Guard, "adopt", shorter)
+    monkeypatch.setitem(STEPS, "keys", 400)
+    with pytest.raises(AssertionError, match=r"== Counts\("):
+        test_a_soak_of_healthy_traffic_is_clean_and_changes_no_token("keys")
