@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Protocol
 from kvguard.fault_injection.engine.engine import Emitted, Engine, EngineConfig
 from kvguard.fault_injection.engine.kv_wire import PageBytes, Part, unpack
 from kvguard.fault_injection.engine.model import LlamaModel
-from kvguard.fault_injection.engine.pool import chain_keys
 from kvguard.fault_injection.engine.scheduler import Request, Scheduler, Sequence
 
 if TYPE_CHECKING:
@@ -186,7 +185,7 @@ class DecodeEngine(Engine):
         size, tokens = self.config.page_size, len(sequence.request.prompt)
         hits = []
         if self.config.prefix_cache:
-            hits = pool.lookup(chain_keys(sequence.tokens, size, sequence.request.tenant))
+            hits = pool.lookup(scheduler.keys_of(sequence, sequence.tokens))
         columns = -(-tokens // size)
         idle_hits = sum(page in pool.idle for _, page in hits)
         spare = pool.available - idle_hits - (columns - len(hits))
@@ -206,6 +205,7 @@ class DecodeEngine(Engine):
                 return False
             sequence.pages.append(page)
         scheduler.counts.prefix_hits += incoming.shared > 0
+        scheduler.counts.cached_tokens += incoming.shared * scheduler.page_size
         sequence.row = scheduler.free_rows.pop()
         incoming.pages = list(sequence.pages)
         return True

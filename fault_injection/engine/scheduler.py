@@ -97,6 +97,8 @@ class Counts:
     padding_lanes: int = 0
     dummy_batches: int = 0
     window_pages_passed: int = 0
+    cached_tokens: int = 0
+    """Tokens that prefix hits were good for."""
     store_hits: int = 0
     """Pages that came back from the external store."""
     weight_updates: int = 0
@@ -318,7 +320,9 @@ class Scheduler:
                 self.promised_adoptions.append((step, sequence.id, writer))
                 self.counts.promised_hits += 1
         self.counts.prefix_hits += bool(sequence.pages)
+        self.counts.tenant_hits += bool(sequence.pages and sequence.request.tenant)
         sequence.computed = len(sequence.pages) * self.page_size
+        self.counts.cached_tokens += sequence.computed
         sequence.published = sequence.window_published = len(sequence.pages)
         sequence.drafts = []
         count = min(budget, len(sequence.tokens) - sequence.computed)

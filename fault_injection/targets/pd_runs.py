@@ -340,6 +340,7 @@ def _together(here: Counts, there: Counts) -> Counts:
         preemptions=here.preemptions + there.preemptions,
         evictions=here.evictions + there.evictions,
         prefix_hits=here.prefix_hits + there.prefix_hits,
+        cached_tokens=here.cached_tokens + there.cached_tokens,
         promised_hits=here.promised_hits + there.promised_hits,
         client_aborts=here.client_aborts,
         steps=here.steps,

@@ -22,9 +22,12 @@ from kvguard.fault_injection.targets.embedded_runs import engine_config, load_mo
 from kvguard.fault_injection.targets.pd_runs import PhasesSetup, run_phases, serve_run
 from kvguard.fault_injection.traffic import endless_traffic, trial_traffic
 from kvguard.transfer_manifest import TransferLink
+from tests.soaking import assert_counted_nothing
 
 SCALES = KVScales(keys=(0.05, 0.1), values=(0.02, 0.03))
 KEY = bytes(32)
+WHOSE = (("northwind", ""), ("lakeside", "red"), ("", ""), ("", "red"))
+"""Tenant and adapter of a request."""
 
 
 @pytest.fixture(scope="module")
@@ -114,11 +117,13 @@ def test_phases_differ_in_precision_and_the_guards_change_nothing(process: Prefi
 
 
 def guarded(
-    process: PrefillProcess, setup: PhasesSetup, seed: int, *, proofs: str = "all"
+    process: PrefillProcess, setup: PhasesSetup, seed: int, proofs: str | None = "all"
 ) -> tuple[DecodeEngine, Any]:
-    """A guarded decode worker beside a fresh guarded prefill worker, and its guard."""
+    """A guarded decode worker beside a fresh guarded prefill worker, and its guard; both bare if `proofs` is None."""
     process.begin(setup.prefill_spec(proofs=proofs, seed=seed, key=KEY))
     config = setup.decode_config()
+    if proofs is None:
+        return DecodeEngine(setup.decode_model(), config, process), None
     guard = make_guard(config, proofs=proofs, backend="torch", seed=seed)
     target = TransferTarget(guard, TransferLink(name="decode", key=KEY), layout=setup.wire().layout())
     return DecodeEngine(setup.decode_model(), config, process, guard, target), guard
@@ -169,36 +174,48 @@ def test_a_worker_that_falls_over_says_why(process: PrefillProcess) -> None:
     assert process.tick([], []) == ([], [])
 
 
+def soak(process: PrefillProcess, setup: PhasesSetup, seed: int, proofs: str | None) -> tuple[DecodeEngine, Any]:
+    """500 steps of arrivals and what is left then, through both workers; the decode worker, and the other's report."""
+    engine, guard = guarded(process, setup, seed, proofs)
+    traffic = endless_traffic(seed)
+    for _ in range(500):
+        for name, request in next(traffic) if len(engine.incoming) < 8 else []:
+            if request is None:
+                engine.abort(name)
+            else:
+                tenant, lora = WHOSE[len(request.prompt) % len(WHOSE)]
+                engine.submit(replace(request, tenant=tenant, lora=lora))
+        engine.step()
+        assert guard is None or not guard.violations, guard.violations[0].message
+    while engine.busy:
+        engine.step()
+    return engine, process.end()
+
+
 def test_healthy_traffic_over_two_phases_is_clean(process: PrefillProcess) -> None:
-    """A small soak at level `keys` in tight pools: preemptions, evictions, hits, client aborts; nothing is flagged."""
+    """A small soak in tight pools: preemptions, evictions, hits and client aborts; nothing is flagged or changed."""
     torch.set_num_threads(1)
     seed = int(os.environ.get("KVGUARD_TEST_SEED", "12"))
     print(f"soak seed {seed} (KVGUARD_TEST_SEED)")
     setup = PhasesSetup(model="recall", weights="fp32", kv_dtype="fp32", page_size=8, tight=True)
-    engine, guard = guarded(process, setup, seed, proofs="keys")
-    single = Engine(load_model("recall", "fp32"), engine_config(kv_dtype="fp32", page_size=8, tight=False))
-    traffic, prompts = endless_traffic(seed), []
-    for _ in range(500):
-        events = next(traffic) if len(engine.incoming) < 8 else []
-        for name, request in events:
-            if request is None:
-                engine.abort(name)
-            else:
-                engine.submit(request)
-                prompts.append(request)
-        engine.step()
-        assert not guard.violations, guard.violations[0].message
-    while engine.busy:
-        engine.step()
-    report = process.end()
+    (plain, plain_report), (engine, report) = (soak(process, setup, seed, proofs) for proofs in (None, "keys"))
     counts, there = engine.scheduler.counts, report.counts
     print(counts, there, f"{engine.hand_overs} hand-overs")
-    assert not report.violations and not report.guard_trouble and guard.health().ok
+    assert engine.guard is not None and engine.guard.wants_contents
+    assert not report.violations and not report.guard_trouble and engine.guard.health().ok
+    assert_counted_nothing(engine.guard.health().counters)
     assert engine.hand_overs > 40
     assert min(counts.preemptions, counts.evictions, counts.prefix_hits, counts.client_aborts) > 0
-    assert min(there.evictions, there.prefix_hits) > 0
-    compared = [request for request in prompts if engine.outputs[request.id].error is None][:25]
-    for request in compared:
+    assert min(there.evictions, there.prefix_hits, there.tenant_hits, there.cached_tokens, counts.cached_tokens) > 0
+    assert (counts, there) == (plain.scheduler.counts, plain_report.counts)
+    assert answers(engine) == answers(plain)
+    single = Engine(load_model("recall", "fp32"), engine_config(kv_dtype="fp32", page_size=8, tight=False))
+    for request in [output.request for output in engine.outputs.values() if output.error is None][:25]:
         single.submit(request)
         single.run()
         assert single.outputs[request.id].token_ids == engine.outputs[request.id].token_ids
+
+
+def answers(engine: Engine) -> dict[str, tuple[tuple[int, ...], str | None]]:
+    """What clients saw."""
+    return {name: (output.token_ids, output.error) for name, output in engine.outputs.items()}

@@ -18,10 +18,11 @@ from tests.sglang.apart import Child
 from tests.sglang.engine import Engine
 from tests.sglang.scenarios import assert_clean
 from tests.sglang.test_soak import counting
+from tests.soaking import assert_found_nothing
 
 SEED = int(os.environ.get("KVGUARD_TEST_SEED", "11"))
 SOAKS: dict[tuple[int, bool], int] = {(1, True): 600, (16, False): 600, (64, True): 800}
-"""(page size, overlap) -> steps; at level `keys`. That of test_soak.py is at level `tags`."""
+"""(page size, overlap) -> steps; at level `keys`."""
 HAPPENED = (
     "retractions", "evictions", "chunked", "client_aborts", "twins", "long", "short", "desk", "talk", "foreign",
     "hit desk", "hit talk", "cached tokens", "returned after eviction", *(f"hit of {tenant}" for tenant in TENANTS),
@@ -86,6 +87,7 @@ def soak(kept: dict[str, Any], page_size: int, overlap: bool, steps: int) -> tup
     engine.run(clients, turns=100 * steps)
     if guarded:
         assert_clean(engine, steps)
+        assert_found_nothing(engine.guard.guard, "keys")
         assert engine.guard.contents is not None and (engine.guard.books.page_content != 0).any()
         counters = engine.guard.health().counters
         assert counters["steps_seen"] == counters["steps_verified"] == engine.steps

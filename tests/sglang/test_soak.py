@@ -6,6 +6,7 @@ import os
 import random
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,20 @@ import pytest
 from tests.sglang.apart import Child
 from tests.sglang.engine import Engine
 from tests.sglang.scenarios import assert_clean
+from tests.soaking import assert_found_nothing
 
 STEPS = int(os.environ.get("KVGUARD_TEST_STEPS", "10000"))
 SEED = int(os.environ.get("KVGUARD_TEST_SEED", "7"))
-PARTS = {(1, False): 0.4, (16, False): 0.2, (1, True): 0.2, (16, True): 0.2}
-"""(page size, overlap) -> what part of STEPS it runs."""
-HAPPENED = ("hits", "evictions", "retractions", "chunked", "client_aborts", "full")
+PARTS = {
+    (1, False, "keys"): 0.4,
+    (16, False, "keys"): 0.2,
+    (1, True, "keys"): 0.2,
+    (16, True, "keys"): 0.2,
+    (16, True, "tags"): 0.06,
+}
+"""(page size, overlap, level) -> what part of STEPS it runs; `keys` has all that `tags` has."""
+HAPPENED = ("hits", "tenant hits", "cached tokens", "evictions", "retractions", "chunked", "client_aborts", "full")
+TENANTS = ("", "", "red", "blue")
 
 
 def counting(owner: Any, name: str, counts: Counter[str], what: str, amount: Any = lambda result, *args: 1) -> None:
@@ -59,10 +68,11 @@ class Traffic:
         while len(self.live) < 14 and rng.random() < 0.5:
             prompt = self.prompt()
             self.recent = [*self.recent[-9:], prompt]
+            tenant = rng.choice(TENANTS)
             for _ in range(2 if rng.random() < 0.2 else 1):
                 name = f"q{self.counts['requests']:06d}"
                 self.counts["requests"] += 1
-                engine.add(name, prompt, rng.randrange(2, 100), exact=False)
+                engine.add(name, prompt, rng.randrange(2, 100), exact=False, tenant=tenant)
                 self.live.append(name)
         if self.live and rng.random() < 0.02:
             engine.abort(self.live.pop(rng.randrange(len(self.live))))
@@ -72,8 +82,21 @@ class Traffic:
         return True
 
 
-def soak(kept: dict[str, Any], page_size: int, overlap: bool, steps: int) -> tuple[Any, Any, Counter[str]]:
-    """Tokens, ends and counts; in a guarded engine with nothing but clean steps."""
+def cached_tokens(engine: Engine) -> dict[str, int]:
+    """Fills up while the engine runs: request -> tokens that SGLang told its client it took from the cache."""
+    found: dict[str, int] = {}
+    send, streamer = engine._sent, engine.scheduler.output_streamer
+
+    def noted(output: Any, request: Any = None) -> Any:
+        found.update(zip(getattr(output, "rids", ()), getattr(output, "cached_tokens", None) or (), strict=False))
+        return send(output, request)
+
+    streamer.send_to_detokenizer = SimpleNamespace(send_output=noted)
+    return found
+
+
+def soak(kept: dict[str, Any], page_size: int, overlap: bool, steps: int, level: str) -> tuple[Any, Counter[str]]:
+    """What clients saw (tokens, ends, cached tokens), and counts; in a guarded engine with nothing but clean steps."""
     from sglang.srt.managers.schedule_batch import ScheduleBatch
 
     # Low, so that SGLang takes in more requests than the pool holds to their end.
@@ -89,35 +112,47 @@ def soak(kept: dict[str, Any], page_size: int, overlap: bool, steps: int) -> tup
     counts: Counter[str] = Counter()
     tree = engine.scheduler.tree_cache
     counting(tree, "match_prefix", counts, "hits", lambda result, params: result.device_prefix_len > 0)
+    counting(
+        tree,
+        "match_prefix",
+        counts,
+        "tenant hits",
+        lambda result, params: result.device_prefix_len > 0 and bool(params.req and params.req.extra_key),
+    )
     counting(tree, "_evict", counts, "evictions")
     counting(ScheduleBatch, "retract_decode", counts, "retractions")
+    told = cached_tokens(engine)
     engine.run(Traffic(counts, steps), turns=100 * steps)
+    counts["cached tokens"] = sum(told.values())
     if guarded:
         assert_clean(engine, steps)
+        assert_found_nothing(engine.guard.guard, level)
+        content = engine.guard.books.page_content
+        assert (content is not None and bool((content != 0).any())) == (level == "keys")
         counters = engine.guard.health().counters
         assert counters["steps_seen"] == counters["steps_verified"] == engine.steps
     else:
         from kvguard.adapters.sglang.plugin import guard_of
 
         assert guard_of(engine.scheduler) is None
-    return engine.tokens, {name: end["type"] for name, end in engine.ends.items()}, counts
+    return (engine.tokens, {name: end["type"] for name, end in engine.ends.items()}, told), counts
 
 
-@pytest.mark.parametrize(("page_size", "overlap"), PARTS, ids=lambda value: str(value))
-def test_a_soak_of_healthy_traffic_is_clean_and_changes_no_token(page_size: int, overlap: bool) -> None:
+@pytest.mark.parametrize(("page_size", "overlap", "level"), PARTS, ids=lambda value: str(value))
+def test_a_soak_of_healthy_traffic_is_clean_and_changes_no_token(page_size: int, overlap: bool, level: str) -> None:
     """A pool that is nearly full: evictions, hits, retractions, chunks, aborts, and SGLang's own checks at the end."""
-    steps = int(STEPS * PARTS[page_size, overlap])
+    steps = int(STEPS * PARTS[page_size, overlap, level])
     print(f"seed {SEED}, {steps} steps (KVGUARD_TEST_SEED, KVGUARD_TEST_STEPS)")
-    plain, guarded = Child({"SGLANG_PLUGINS": "none"}), Child({"KVGUARD_LEVEL": "tags"})
+    plain, guarded = Child({"SGLANG_PLUGINS": "none"}), Child({"KVGUARD_LEVEL": level})
     try:
         with ThreadPoolExecutor(2) as threads:
-            runs = [threads.submit(child.call, soak, page_size, overlap, steps) for child in (plain, guarded)]
+            runs = [threads.submit(child.call, soak, page_size, overlap, steps, level) for child in (plain, guarded)]
             wanted, found = (run.result() for run in runs)
     finally:
         plain.stop()
         guarded.stop()
-    tokens, ends, counts = found
+    (_, ends, _), counts = found
     print(dict(counts), f"{len(ends)} requests compared")
-    assert (tokens, ends, counts) == wanted
+    assert found == wanted
     assert min(counts[what] for what in HAPPENED) > 0, counts
     assert counts["full"] > steps / 20 and len(ends) > steps / 50

@@ -15,6 +15,7 @@ from typing import Any
 
 from kvguard.fault_injection.served_traffic import Arrives, ServedTraffic
 from kvguard.fault_injection.targets.vllm_engine import VllmEngine, VllmOptions
+from tests.soaking import assert_found_nothing
 
 ROOT = Path(__file__).parents[2]
 PROMPT_MAX = 190
@@ -28,7 +29,7 @@ def serve_apart(folder: Path, *, guarded: bool, timeout_s: float = 600, **order:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("KVGUARD_")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environment.get("PYTHONPATH"))))
     if guarded:
-        environment["KVGUARD_LEVEL"] = "tags"
+        environment["KVGUARD_LEVEL"] = "keys"
     command = [sys.executable, "-m", "tests.vllm.served", str(given), str(taken)]
     done = subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=timeout_s)
     assert done.returncode == 0 and taken.exists(), f"{order}\n{done.stdout[-2000:]}\n{done.stderr[-5000:]}"
@@ -56,6 +57,7 @@ def watch(engine: VllmEngine, counts: Counter[str], tenant_of: dict[str, str]) -
         name = request.request_id.rsplit("-", 1)[0]
         if name not in looked_up:
             looked_up.add(name)
+            counts["cached tokens"] += int(result[1])
             kind = name.rstrip("0123456789")
             if result[1]:
                 counts.update((f"hit {kind}", f"hit of {tenant_of[name]}"))
@@ -111,6 +113,7 @@ def main(given: Path, taken: Path) -> None:
     if engine.guard_side is not None:
         guard = engine.guard_side.guard
         health = guard.health()
+        assert_found_nothing(guard, "keys")
         found["guard"] = {
             "violations": [violation.message for violation in guard.violations],
             "ok": health.ok,

@@ -19,10 +19,10 @@ SOAKS: dict[str, tuple[str, dict[str, Any], int]] = {
     "async": ("llama", {"asynchronous": True}, 1500),
     "windows-and-drafts": ("gemma3", {"num_blocks": 36, "extra": {"speculative_config": NGRAM}}, 300),
 }
-"""Name -> architecture, options, steps."""
+"""Name -> architecture, options, steps; at level `keys`."""
 HAPPENED = (
     "preemptions", "evictions", "client_aborts", "twins", "long", "short", "desk", "talk", "foreign",
-    "hit desk", "hit talk", "returned after eviction", *(f"hit of {tenant}" for tenant in TENANTS),
+    "hit desk", "hit talk", "cached tokens", "returned after eviction", *(f"hit of {tenant}" for tenant in TENANTS),
 )  # fmt: skip
 DRAFTS = ("drafts", "accepted drafts", "rejected drafts")
 
