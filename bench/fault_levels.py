@@ -5,10 +5,10 @@
     .venv-sglang/bin/python -m bench.fault_levels --engine sglang
     .venv/bin/python -m bench.fault_levels --table        # what docs/levels.md shows of bench/results/fault_levels.json
 
-Each trial is one of the campaign's: the same traffic without the fault, with it and no guard, and with it and a guard at
-the level. *off* is the run without a guard, which finds nothing by nature: what is counted there is whether somebody got
-other tokens than without the fault. A trial counts as found if it is proven as the campaign understands it: found in
-time, nobody else harmed. What has a reason why it cannot be made in an engine is left out there, as in its campaign.
+Each trial is one of the campaign's: the same traffic without the fault, with it and no guard, and with it and a guard
+at the level. *off* is the run without a guard, which finds nothing by nature: what is counted there is whether somebody
+got other tokens than without the fault. A trial counts as found if it is proven as the campaign understands it: found
+in time, nobody else harmed. What has a reason why it cannot be made in an engine is left out there, as in its campaign.
 """
 
 from __future__ import annotations

@@ -100,10 +100,10 @@ def start() -> EngineProcess:
 
 
 def round_of(engines: tuple[EngineProcess, EngineProcess], *, keyed: int, batch: int, tokens: int, seed: int) -> float:
-    """Median over the steps of a round of time at `keys` / time at `tags`. keyed: which of the two looks at contents."""
+    """Median over a round's steps of time at `keys` / time at `tags`. keyed: which of the two looks at contents."""
     for place, engine in enumerate(engines):
         engine.ask(batch=batch, tokens=tokens, seed=seed, keys=place == keyed)
-    ratios = []
+    ratios: list[float] = []
     for step in range(10 * (tokens + batch)):
         found: dict[int, dict[str, Any]] = {}
         for place in (0, 1) if step % 2 else (1, 0):

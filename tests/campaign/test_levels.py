@@ -60,7 +60,8 @@ def test_the_table_of_the_documentation_is_the_measured_one(results: dict[str, A
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("group", "fault"), [(PAGES, "stale-row"), (TRANSFERS, "bytes-lost"), (WRITES, "slots-swapped"), (KEYS, "wrong-lora")]
+    ("group", "fault"),
+    [(PAGES, "stale-row"), (TRANSFERS, "bytes-lost"), (WRITES, "slots-swapped"), (KEYS, "wrong-lora")],
 )
 def test_a_row_of_each_group_comes_out_as_it_stands_there(results: dict[str, Any], group: str, fault: str) -> None:
     """One trial at each level."""
@@ -76,8 +77,8 @@ def test_a_guard_that_sees_nothing_is_missed_at_every_level(monkeypatch: pytest.
     monkeypatch.setitem(fault_levels.STORAGE, "embedded", (("fp32", "fp32"),))
     plans = fault_levels.plans
 
-    def blind(*given: str) -> Iterator[Any]:
-        return plans(*given[:3], "none")
+    def blind(engine: str, group: str, fault: str, level: str) -> Iterator[Any]:
+        return plans(engine, group, fault, "none")
 
     monkeypatch.setattr(fault_levels, "plans", blind)
     row = measure("embedded", PAGES, "stale-row", 1)
