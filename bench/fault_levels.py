@@ -108,7 +108,7 @@ def cell_of(row: dict[str, Any], level: str) -> str:
     """What a level made of a fault kind, in the words of the table."""
     found, trials, alarms = row[level], row["trials"], row[f"{level}_false_alarms"]
     said = f"found {found} of {trials}: {', '.join(name.replace('_', ' ') for name in row[level + '_by'])}"
-    return (said if found else "**missed**") + (f", {alarms} false alarms" if alarms else "")
+    return (said if found else "**missed**") + (f", {alarms} reports about others later" if alarms else "")
 
 
 def table(results: dict[str, Any]) -> str:
