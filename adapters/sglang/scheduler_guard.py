@@ -136,11 +136,16 @@ class SchedulerGuard(Reports):
         """New weights: nothing that is cached is taken, until SGLang empties its cache.
 
         It does so in the same call where it is told to and nobody runs; else at the next idle moment. Requests that
-        hold pages of the old weights have ended by then, and what they published is gone with the rest.
+        hold pages of the old weights have ended by then, and what they published is gone with the rest. Where nobody
+        holds a page and none is cached, there is nothing to wait for: reinforcement learning empties the cache first,
+        while everybody waits, and may not come to rest for a long time afterwards.
         """
         if self.contents is not None:
             self.contents.epoch += 1
-            self.outdated = True
+            self.outdated = self.outdated or any(
+                allocator.available_size() < allocator.size // allocator.page_size * allocator.page_size
+                for allocator, _ in self.free_lists()
+            )
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
