@@ -167,6 +167,10 @@ class PagedGuard:
         """Level `keys`: the guard is to be told what requests are made of; else `identify` and its like do nothing."""
         return self._guard is not None and self._guard.wants_contents
 
+    def all_is_told(self) -> None:
+        """Whatever fills pages before a request's first step is told with `adopt` and `vet_loaded`; see `Guard`."""
+        self.kept(None, lambda guard: guard.all_is_told())
+
     def identify(
         self, request: str, domain: ContentDomain, tokens: Any, inputs: Sequence[MultimodalInput] = ()
     ) -> None:

@@ -81,6 +81,8 @@ class Books:
         self.hasher = ContentHasher(
             draw_content_secret(None if shared is None else shared.get_secret_value(), config.seed)
         )
+        self.all_is_told = False
+        """Whatever fills a request's pages before its first step is told: cached pages, and loads that were vetted."""
         self.stored: dict[tuple[str, Hashable], ContentBinding] = {}
         """(pool, the engine's cache key) -> what an external store holds under it."""
         self.tags = TagCounter(config.seed)

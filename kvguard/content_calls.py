@@ -45,6 +45,15 @@ class ContentCalls:
         """Whether contents are checked; else an adapter need not collect tokens for `identify` and `add_tokens`."""
         return self._contents
 
+    def all_is_told(self) -> None:
+        """Whatever fills a request's pages before its first step is told to this guard, from now on.
+
+        That is cached pages, with `adopt`, and loads from an external store, with `vet_loaded`. A request whose first
+        step starts behind them is ended then, if that is said in `step` (`tokens_start`): it would read what former
+        owners left in pages that are rightly its own. Not for an engine that also fills pages by other ways.
+        """
+        self._books.all_is_told = self._contents
+
     def identify(
         self, request: str, domain: ContentDomain, tokens: Any, inputs: Sequence[MultimodalInput] = ()
     ) -> None:
@@ -121,6 +130,19 @@ class ContentCalls:
             )
         return wrong is None or not self._refuse_content(*wrong, index, page, state, column)
 
+    def vet_range(self, request: str, tokens: int, columns: int, *, pool: str | None = None) -> bool:
+        """Whether a lookup that says it has found `tokens` tokens must not be believed, for it gives only `columns`.
+
+        The rest would stand on pages that the request gets afresh, with what their former owners left in them.
+        """
+        books = self._books
+        index = books.index(pool)
+        size = books.tables[index].spec.page_size
+        if not self._contents or size is None or tokens <= columns * size:
+            return False
+        detail = f"{tokens} tokens were reported as cached, {columns} pages of {size} were given"
+        return self._refuse_content(Kind.CONTENT_UNWRITTEN, detail, index, -1, books.state(request), columns)
+
     # -- the external store ---------------------------------------------------------------------------------------
 
     def stored(self, key: Hashable, page: int, *, pool: str | None = None) -> bool:
@@ -175,13 +197,17 @@ class ContentCalls:
         if not self._contents:
             return len(keys)
         done, state = set(loaded), self._books.state(request)
-        for accepted, key in enumerate(keys):
+        accepted = len(keys)
+        for place, key in enumerate(keys):
             if key in done:
                 continue
             detail = f"{len(keys)} pages were reported as hits, {len(done)} copies were completed"
-            if self._refuse_content(Kind.CONTENT_NOT_LOADED, detail, 0, -1, state, column + accepted):
-                return accepted
-        return len(keys)
+            if self._refuse_content(Kind.CONTENT_NOT_LOADED, detail, 0, -1, state, column + place):
+                accepted = place
+                break
+        if accepted:
+            state.loaded = (column + accepted) * (self._books.tables[0].spec.page_size or 0)
+        return accepted
 
     # -- what hits and publications are checked for ---------------------------------------------------------------
 

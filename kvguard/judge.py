@@ -193,6 +193,10 @@ def _mismatches(books: Books, state: RequestState) -> list[_Mismatch]:
     return found
 
 
+_PROOFS = {Kind.WRITE_COMPLETE: Proof.WRITE_SLOT, Kind.CONTENT_UNWRITTEN: Proof.CONTENT_KEY}
+"""Of what the host has found in a row: what names it, if not the tag proof."""
+
+
 def _device_kind(flags: int, mismatches: list[_Mismatch]) -> Kind:
     """What a device verdict says, the books' view of the promised pages taken in."""
     for bit, kind in (
@@ -263,7 +267,7 @@ def _describe(books: Books, pending: PendingStep, verdicts: Verdicts, row: int) 
     violation = books.violate(
         Violation(
             id="",
-            proof=Proof.WRITE_SLOT if kind is Kind.WRITE_COMPLETE else Proof.TAG,
+            proof=_PROOFS.get(kind, Proof.TAG),
             kind=kind,
             action=_action(books, pending),
             pool=table.spec.name,

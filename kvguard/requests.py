@@ -37,6 +37,7 @@ class RequestState:
     writer       its writer word at column 0: that of no other incarnation
     computed     tokens whose KV was written by a step that was verified
     floor        tokens that its next step may not write again: they fill pages to their end
+    loaded       tokens up to which an external store has filled its pages
     capacity     tokens that the ledgers of every pool with a page size have pages for; current once it was settled
     promises     publications of pages that no scheduled step writes yet
     depends      promises of other requests that it adopted pages on
@@ -54,6 +55,7 @@ class RequestState:
     writer: int = 0
     computed: int = 0
     floor: int = 0
+    loaded: int = 0
     capacity: int = 0
     promises: list[Promise] = field(default_factory=list)
     depends: list[Promise] = field(default_factory=list)
@@ -106,7 +108,7 @@ class RowArrays:
 
     def begin(self, state: RequestState) -> None:
         """A new incarnation: nothing is computed, nothing is promised."""
-        state.computed = state.floor = 0
+        state.computed = state.floor = state.loaded = 0
         state.writer = (state.incarnation % WRITERS + 1) << WRITER_SHIFT
         self.touched.add(state)
 

@@ -13,6 +13,7 @@ from kvguard.messages import StepDelta
 from kvguard.packing import pack, patch_rows
 from kvguard.page_table import Promise
 from kvguard.requests import FIELDS, FLOOR, OF_REQUEST, WRITER, RequestState
+from kvguard.unwritten import look_at_first_steps
 from kvguard.violation import Kind
 from kvguard.write_floors import set_floors
 
@@ -30,8 +31,11 @@ def build_step(
 ) -> tuple[StepDelta, PendingStep]:
     """The message for one step, and what `judge` needs when its verdicts come back."""
     books.write_progress()
+    last = books.batch
     batch = _batch(books, tuple(requests), list(table_rows))
     pending = PendingStep(step, batch, tuple(tokens_end), books.enforcing, books.tags.upcoming)
+    if books.all_is_told and tokens_start is not None and batch is not last:
+        look_at_first_steps(books, pending, tokens_start)
     floors_known = books.checks_writes and tokens_start is not None
     if floors_known and tokens_start is not None:
         set_floors(books, pending, tokens_start)

@@ -59,6 +59,7 @@ class Kind(enum.StrEnum):
     CONTENT_TOO_SHORT = "cached-page-beyond-request"
     CONTENT_UNBOUND = "cached-page-without-content"
     CONTENT_NOT_LOADED = "cached-page-not-loaded"
+    CONTENT_UNWRITTEN = "unwritten-tokens"
     PUBLISH_CONTENT = "publication-under-taken-key"
     PUBLISH_BEYOND = "publication-beyond-request"
 
@@ -103,6 +104,7 @@ MEANING: dict[Kind, str] = {
     Kind.CONTENT_TOO_SHORT: "took a cache hit on a page that ends behind its own tokens",
     Kind.CONTENT_UNBOUND: "took a cache hit on a page that nothing is published in",
     Kind.CONTENT_NOT_LOADED: "took a hit of an external store that was not loaded",
+    Kind.CONTENT_UNWRITTEN: "was about to count tokens as cached that no page of the cache holds for it",
     Kind.PUBLISH_CONTENT: "published a page under a key that it carries for other content",
     Kind.PUBLISH_BEYOND: "published a page that ends behind its own tokens",
     Kind.TRANSFER_UNVERIFIED: "was about to be handed over with pages that no verified step has written",
@@ -146,6 +148,7 @@ ADVICE: dict[Kind, str] = {
     Kind.CONTENT_TOO_SHORT: "look for tokens that were cut off after their cache keys were computed",
     Kind.CONTENT_UNBOUND: "look at eviction: a cache entry outlived its page",
     Kind.CONTENT_NOT_LOADED: "look at what the connector answers when a load fails or is partial",
+    Kind.CONTENT_UNWRITTEN: "look at how tokens are counted as cached: on admission, and when a request comes back",
     Kind.PUBLISH_CONTENT: "look at what the engine's cache key is made of: two contents have one key",
     Kind.PUBLISH_BEYOND: "look for tokens that were cut off after their cache keys were computed",
     Kind.TRANSFER_UNVERIFIED: "look at when the connector starts the copy: the step's verdict must be in",

@@ -56,6 +56,8 @@ class BlockBooks:
         self._ends: list[int] = []
         """Computed tokens of the requests of `_in_step`, as they were when those were last looked at in full."""
         self._repeats = REPEATS_MAX
+        self._loads = getattr(scheduler, "connector", None) is not None
+        """Whether anything but steps fills blocks."""
         self._contents: RequestContents | None = None
         """At level `keys` alone."""
         self._place_in_pass: dict[int, tuple[str, int]] = {}
@@ -63,6 +65,8 @@ class BlockBooks:
         if guard.wants_contents:
             kv_groups = manager.kv_cache_config.kv_cache_groups
             self._contents = RequestContents(guard, config, kv_groups, self._block_pool.hash_block_size)
+            if not self._loads:
+                guard.all_is_told()
 
     # -- requests end, blocks are published -----------------------------------------------------------------------
 

@@ -90,7 +90,7 @@ class SchedulerSide(BlockBooks):
                 for column in range(num_cached_blocks, num_full_blocks):
                     block = blocks[column]
                     if block.block_hash is not None:
-                        there = (column + 1) * block_size <= request.num_computed_tokens
+                        there = self._loads and (column + 1) * block_size <= request.num_computed_tokens
                         self._note_publication(request.request_id, kv_cache_group_id, column, block, there)
             return result
 
@@ -134,10 +134,16 @@ class SchedulerSide(BlockBooks):
             if self._contents is not None:
                 self._shielded(lambda: self._start(request))
             result = found = original(request, *args, **kwargs)
+            held_to = found[1] + 1
             while found[1]:
-                limit = self._shielded(partial(self._first_wrong_hit, request, found[0].blocks))
+                limit = self._shielded(partial(self._first_wrong_hit, request, found[0].blocks, found[1]))
                 if limit is None:
                     break
+                if limit >= held_to:
+                    # It has not kept to the last limit: it would say the same for ever.
+                    found = (self._scheduler.kv_cache_manager.empty_kv_cache_blocks, *(0 for _ in found[1:]))
+                    break
+                held_to = limit
                 # vLLM looks again, for less: groups of a hybrid model must agree on a length, which it sees to itself.
                 found = self._looked_up_again(original, limit, request, *args, **kwargs)
             if found is not result:
@@ -146,13 +152,19 @@ class SchedulerSide(BlockBooks):
 
         return guarded
 
-    def _first_wrong_hit(self, request: Any, groups: Any) -> int | None:
+    def _first_wrong_hit(self, request: Any, groups: Any, tokens: int) -> int | None:
         """The position in tokens before which the hits of a lookup are right; None if all are.
 
-        The cache forgets what led to the first wrong one of each group.
+        The cache forgets what led to the first wrong one of each group. tokens: how many the lookup says it has found,
+        which vLLM will not compute: each group must have blocks for them.
         """
         wrong = []
         for group, blocks in enumerate(groups):
+            covered = len(blocks) * self._managers[group].block_size
+            if covered < tokens and self.guard.vet_range(
+                request.request_id, tokens, len(blocks), pool=self._groups[group]
+            ):
+                wrong.append(covered)
             hits: list[tuple[int, Any, int]] = []
             promised: list[tuple[int, Any, int]] = []
             for column, block in enumerate(blocks):

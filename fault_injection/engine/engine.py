@@ -101,6 +101,8 @@ class Engine:
         self.guard = guard
         self.kv = model.new_kv(num_pages=config.num_pages, page_size=config.page_size, dtype=config.kv_dtype)
         self.pool = PagePool(config.num_pages, guard)
+        if guard is not None:
+            guard.all_is_told()
         self.weights_epoch = 0
         if config.external_store:
             self.pool.store = ExternalStore(self.kv, guard, capacity=4 * config.num_pages)
