@@ -34,7 +34,13 @@ def _adopted_tokens(books: Books, state: RequestState) -> int:
     given = UNBOUNDED
     for table, ledger in zip(books.tables, state.ledgers, strict=True):
         size = table.spec.page_size
-        if size is not None:
-            own = (column for column, _, tag in ledger.entries() if tag not in state.adopted)
-            given = min(given, next(own, len(ledger)) * size)
+        if size is None:
+            continue
+        end = next((column for column, _, tag in ledger.entries() if tag not in state.adopted), len(ledger))
+        tokens = end * size
+        record = table.record_under(*ledger.entry(end - 1)) if end else None
+        if record is not None and record.content is not None:
+            # Of a page that was published in part only that part was written.
+            tokens = min(tokens, record.content.key.tokens)
+        given = min(given, tokens)
     return given

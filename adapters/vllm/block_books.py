@@ -59,14 +59,14 @@ class BlockBooks:
         self._loads = getattr(scheduler, "connector", None) is not None
         """Whether anything but steps fills blocks."""
         self._contents: RequestContents | None = None
-        """At level `keys` alone."""
+        """At level `keys` alone, and where there is a cache."""
         self._place_in_pass: dict[int, tuple[str, int]] = {}
         """At level `keys`: block -> (request, column) for which it was published since the books last looked."""
-        if guard.wants_contents:
+        if not self._loads:
+            guard.all_is_told()
+        if guard.wants_contents and manager.enable_caching:
             kv_groups = manager.kv_cache_config.kv_cache_groups
             self._contents = RequestContents(guard, config, kv_groups, self._block_pool.hash_block_size)
-            if not self._loads:
-                guard.all_is_told()
 
     # -- requests end, blocks are published -----------------------------------------------------------------------
 

@@ -14,12 +14,21 @@ from typing import Any
 from kvguard.content_key import ContentDomain, MultimodalInput
 from kvguard.guard import Guard
 
-ADAPTER_FILES = ("adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
-"""What holds the weights in the folder of a LoRA adapter, as vLLM looks for it."""
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin", "adapter_model.pt")
+"""What vLLM reads in the folder of a LoRA adapter: how its weights are scaled and where they go, and the weights."""
 WEIGHT_READERS = frozenset(
-    {"compute_weight_checksums", "get_weight_version", "set_weight_version", "init_weight_transfer_engine"}
+    {
+        "compute_weight_checksums",
+        "set_weight_version",
+        "init_weight_transfer_engine",
+        "shutdown_weight_transfer_engine",
+        "init_weight_update_group",
+        "destroy_weight_update_group",
+    }
 )
-"""Remote calls whose names speak of weights and that change none."""
+"""Remote calls whose names speak of weights and that change none: vLLM's own, and those of its examples."""
+READING = ("get_", "check_", "save_")
+"""How names of others begin that only read."""
 
 
 @dataclass(slots=True)
@@ -138,7 +147,7 @@ def changes_weights(method: str) -> bool:
 
     Reinforcement learning brings methods of its own (`update_weight`, `load_weights_from_ipc`), all called after them.
     """
-    return "weight" in method.lower() and method not in WEIGHT_READERS
+    return "weight" in method.lower() and method not in WEIGHT_READERS and not method.startswith(READING)
 
 
 def base_domain(config: Any, groups: Any) -> ContentDomain:
@@ -159,13 +168,18 @@ def base_domain(config: Any, groups: Any) -> ContentDomain:
 
 
 def adapter_revision(path: str) -> str:
-    """Which weights go by an adapter's name: its path and, where that is a local one, when its files were written."""
+    """Which weights go by an adapter's name: its path and, where that is a local one, when its files were written.
+
+    What else comes and goes in its folder is nothing to the weights.
+    """
     written = []
-    for name in (path, *(os.path.join(path, file) for file in ADAPTER_FILES)):
+    for file in ADAPTER_FILES:
         try:
-            written.append(str(os.stat(name).st_mtime_ns))
+            found = os.stat(os.path.join(path, file))
         except OSError:
             continue
+        # The size, too: copies often keep the time of their original.
+        written.append(f"{file} {found.st_mtime_ns} {found.st_size}")
     return " ".join([*written, path])
 
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvguard.adapters.vllm.contents import RequestContents, changes_weights
+from kvguard.adapters.vllm.contents import RequestContents, base_domain, changes_weights
 from kvguard.config import GuardConfig
 from kvguard.guard import Guard
 from kvguard.pools import PoolSpec
@@ -155,7 +155,7 @@ def test_a_prompt_of_embeddings_shares_its_common_beginning() -> None:
 
 
 def test_an_adapter_that_was_written_again_is_another_one(tmp_path: Path) -> None:
-    """Its name and path are the same, so that vLLM's hash is; the time of its file is not."""
+    """Its name and path are the same, so that vLLM's hash is; time or size of what vLLM reads there is not."""
     import os
 
     weights = tmp_path / "adapter_model.safetensors"
@@ -165,12 +165,22 @@ def test_an_adapter_that_was_written_again_is_another_one(tmp_path: Path) -> Non
         request = vllm_request(name, [1, 2, 3, 4], lora_request=adapter("one", str(tmp_path), 1))
         return keys_of(request)[0][0], request.block_hashes[0]
 
+    settings = tmp_path / "adapter_config.json"
+    settings.write_text('{"lora_alpha": 8}')
     before = key("a")
     assert key("b") == before
-    weights.write_bytes(b"second")
-    os.utime(weights, ns=(1, weights.stat().st_mtime_ns + 1_000_000_000))
-    after = key("c")
-    assert after[0] != before[0] and after[1] == before[1]
+    (tmp_path / "README.md").write_text("a new file in the folder is nothing to the weights")
+    os.utime(tmp_path, ns=(1, 1))
+    assert key("c") == before
+    seen = [before[0]]
+    time = weights.stat().st_mtime_ns
+    # vLLM scales the weights by what stands there.
+    for file, text, later in ((weights, "other", 1), (settings, '{"lora_alpha": 9}', 1), (weights, "longer", 1)):
+        file.write_text(text)
+        os.utime(file, ns=(1, time + later * 1_000_000_000))
+        after = key(f"after {len(seen)}")
+        assert after[0] not in seen and after[1] == before[1]
+        seen.append(after[0])
 
 
 def test_a_session_is_what_its_next_input_makes_of_it() -> None:
@@ -205,4 +215,30 @@ def test_calls_that_change_weights_are_known_by_their_names() -> None:
     changing = ("reload_weights", "update_weights", "start_weight_update", "finish_weight_update")
     assert all(changes_weights(name) and hasattr(Worker, name) for name in changing)
     assert changes_weights("update_weight") and changes_weights("load_weights_from_ipc")
-    assert not any(map(changes_weights, ("compute_weight_checksums", "add_lora", "sleep", "profile", "")))
+    reading = ("compute_weight_checksums", "shutdown_weight_transfer_engine")
+    assert all(hasattr(Worker, name) for name in reading)
+    brought = ("init_weight_update_group", "check_weights_changed", "get_weights_by_name", "save_weights")
+    assert not any(map(changes_weights, (*reading, *brought, "add_lora", "sleep", "profile", "")))
+
+
+def test_whatever_two_engines_must_agree_on_is_in_the_domain() -> None:
+    """Model, revision, quantization, dtype, KV dtype, and the layout of every group: each by itself."""
+    one = {
+        "model": {"model": "a/b", "revision": None, "quantization": None, "dtype": "bf16"},
+        "cache": {"cache_dtype": "auto"},
+        "group": {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": "bf16", "sliding_window": None},
+    }
+
+    def domain(changed: dict[str, dict[str, Any]]) -> Any:
+        made = {name: SimpleNamespace(**fields) for name, fields in changed.items()}
+        config = SimpleNamespace(model_config=made["model"], cache_config=made["cache"])
+        return base_domain(config, [SimpleNamespace(kv_cache_spec=made["group"])])
+
+    found = [domain(one)]
+    for part, fields in one.items():
+        for name in fields:
+            found.append(domain(one | {part: fields | {name: 7}}))
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(**one["group"]))
+    found.append(base_domain(None, [group, group]))
+    assert len(set(found)) == len(found) == 12
+    assert domain(one) == found[0]

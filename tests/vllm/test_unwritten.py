@@ -117,3 +117,26 @@ def test_a_request_that_starts_behind_what_it_was_given_is_ended(
     engine.scheduler.add_request = add
     assert engine.generate([PROMPT], [8]) == golden["prompt"], "nothing of it is in the cache"
     assert_sound(engine)
+
+
+@pytest.mark.parametrize("asynchronous", [False], ids=["sync"])
+def test_without_a_cache_nothing_is_hashed(
+    checkpoint: Path, golden: dict[str, list[Answer]], asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody can take a page of another's; what was never written is noticed all the same."""
+    monkeypatch.setenv("KVGUARD_LEVEL", "keys")
+    register()
+    engine = VllmEngine(VllmOptions(model=checkpoint, extra={"enable_prefix_caching": False}))
+    guard = engine.guard_side.guard
+    monkeypatch.setattr(guard, "identify", None)
+    assert engine.generate([PROMPT, OTHER], [8, 8]) == [*golden["prompt"], *golden["other"]]
+    add = engine.scheduler.add_request
+
+    def counted(request: Any) -> None:
+        request.num_computed_tokens = BLOCK
+        add(request)
+
+    engine.scheduler.add_request = counted
+    assert engine.generate([PROMPT], [8])[0].finish_reason == "error"
+    assert [violation.kind for violation in guard.violations] == [Kind.CONTENT_UNWRITTEN]
+    assert_sound(engine)
