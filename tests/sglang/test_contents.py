@@ -362,3 +362,19 @@ def test_new_weights_find_nothing_that_was_computed_with_old_ones(
     assert {end["type"] for end in engine.ends.values()} == {"length"}
     assert new_violations(engine) == [] and engine.guard.armed
     assert_whole(engine)
+
+
+@LOOPS
+@on(environment=ON, disable_radix_cache=True)
+def test_without_a_tree_nothing_is_hashed(engine: Engine, overlap: bool) -> None:
+    """Nobody can take a page of another's."""
+
+    def scenario(engine: Engine) -> None:
+        for place, prompt in enumerate(prompts(7, 6)):
+            engine.add(f"r{place}", prompt, TOKENS)
+
+    wanted = golden(engine, scenario)
+    assert engine.guard.contents is None
+    engine.run(scenario(engine))
+    assert engine.tokens == wanted
+    assert_clean(engine)

@@ -1,4 +1,4 @@
-"""New weights while SGLang is paused, as reinforcement learning does: what comes afterwards finds its own pages again."""
+"""New weights while SGLang is paused, as in reinforcement learning: afterwards requests find their own pages again."""
 
 from __future__ import annotations
 
