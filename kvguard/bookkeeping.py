@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 
 from kvguard.books import UsageError, page_ids
-from kvguard.content_key import ContentKey
 from kvguard.handover import PageHandover, Retired
 from kvguard.page_table import Promise
 from kvguard.requests import RequestState
@@ -205,7 +204,7 @@ class BookKeeping(PageHandover):
         table, state = books.tables[index], books.state(request)
         ledger = state.ledgers[index]
         accepted = 0
-        own: list[ContentKey] = []
+        own: list[tuple[int, int, int]] = []
         books.rows.touch(state)
         pages = page_ids([page for _, page in hits])
         if self._contents and hits:

@@ -211,16 +211,20 @@ class ContentCalls:
 
     # -- what hits and publications are checked for ---------------------------------------------------------------
 
-    def _content_of_hits(self, state: RequestState, index: int, hits: int, column: int) -> list[ContentKey]:
-        """The request's own keys at the ends of `hits` columns from `column` on, as many as it has tokens for."""
+    def _content_of_hits(self, state: RequestState, index: int, hits: int, column: int) -> list[tuple[int, int, int]]:
+        """The request's own keys at the ends of `hits` columns from `column` on, as many as it has tokens for.
+
+        Plain tuples, for there may be thousands in each lookup: they are equal to the `ContentKey` that they stand for.
+        """
         size = self._books.tables[index].spec.page_size
         if size is None or state.content is None:
             return []
-        lanes = state.content.lanes(size, column)[:hits].tolist()
-        return [ContentKey((column + place + 1) * size, *lane) for place, lane in enumerate(lanes)]
+        lanes = state.content.lanes(size, column)[:hits]
+        ends = range((column + 1) * size, (column + len(lanes)) * size + 1, size)
+        return list(zip(ends, *lanes.T.tolist(), strict=True))
 
     def _problem_with_content(
-        self, state: RequestState, index: int, column: int, page: int, own: ContentKey | None
+        self, state: RequestState, index: int, column: int, page: int, own: tuple[int, int, int] | None
     ) -> tuple[Kind, str] | None:
         """What is wrong with a hit of an identified request, with both sides in words; None if it is its own.
 

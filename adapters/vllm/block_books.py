@@ -371,19 +371,17 @@ class BlockBooks:
 
     def _adopt(self, request: Any, group: int, column: int, block: Any) -> None:
         """A prefix hit; it is too late to refuse it here, so a wrong one is left to the device to flag."""
-        self.guard.adopt(
-            request.request_id,
-            [(self._key(request, group, column), block.block_id)],
-            pool=self._groups[group],
-            refusable=False,
-        )
+        (key,) = self._keys(request, group, column + 1, column) or [None]
+        hit = (key, block.block_id)
+        self.guard.adopt(request.request_id, [hit], pool=self._groups[group], refusable=False)
 
-    def _key(self, request: Any, group: int, column: int) -> Any:
+    def _keys(self, request: Any, group: int, stop: int, start: int = 0) -> list[Any]:
+        """The cache keys of columns [start, stop) of a request, as many as it has."""
         from vllm.v1.core.kv_cache_utils import make_block_hash_with_group_id, resolve_block_hashes
 
         size = self._managers[group].block_size
         hashes = resolve_block_hashes(request.block_hashes, self._block_pool.hash_block_size, size)
-        return make_block_hash_with_group_id(hashes[column], group) if column < len(hashes) else None
+        return [make_block_hash_with_group_id(hashes[column], group) for column in range(start, min(stop, len(hashes)))]
 
     def _publish(self, name: str) -> None:
         entries = self._published.pop(name, ())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import zip_longest
 from typing import Any
 
 from kvguard.adapters.vllm.block_books import BlockBooks
@@ -167,9 +168,9 @@ class SchedulerSide(BlockBooks):
                 wrong.append(covered)
             hits: list[tuple[int, Any, int]] = []
             promised: list[tuple[int, Any, int]] = []
-            for column, block in enumerate(blocks):
+            for column, (block, key) in enumerate(zip_longest(blocks, self._keys(request, group, len(blocks)))):
                 if not block.is_null:
-                    key, page = self._key(request, group, column), block.block_id
+                    page = block.block_id
                     # What was published earlier in this very pass reaches the books at its end.
                     (promised if self._key_in_pass.get(page) == key else hits).append((column, key, page))
             found = self._first_refused(request, group, hits)
