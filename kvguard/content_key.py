@@ -118,8 +118,8 @@ def _value(value: object) -> bytes:
         return b"s" + value.encode("utf-8", "surrogatepass")
     if isinstance(value, (bytes, bytearray)):
         return b"b" + bytes(value)
-    if isinstance(value, int) and not isinstance(value, bool):
-        return b"i%d" % value
+    if isinstance(value, (int, np.integer)) and not isinstance(value, bool):
+        return b"i%d" % int(value)
     raise ContentError(f"a content key is made of text, bytes, whole numbers and None, not {type(value).__name__}")
 
 

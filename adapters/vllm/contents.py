@@ -176,7 +176,7 @@ def adapter_revision(path: str) -> str:
     for file in ADAPTER_FILES:
         try:
             found = os.stat(os.path.join(path, file))
-        except OSError:
+        except (OSError, ValueError):
             continue
         # The size, too: copies often keep the time of their original.
         written.append(f"{file} {found.st_mtime_ns} {found.st_size}")

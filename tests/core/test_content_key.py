@@ -363,3 +363,14 @@ def test_an_array_of_tokens_is_not_copied() -> None:
     """An engine's int64 buffer is hashed where it lies."""
     tokens = np.arange(100)
     assert np.shares_memory(token_words(tokens), tokens)
+
+
+def test_whole_numbers_of_numpy_are_whole_numbers() -> None:
+    """Engines take positions and lengths from arrays: such a request must not end the guard, and is the same one."""
+    hasher = ContentHasher(bytes(32))
+    plain = MultimodalInput(position=3, tokens=2, identity=9)
+    drawn: dict[str, Any] = {"position": np.int64(3), "tokens": np.int32(2), "identity": np.uint64(9)}
+    assert hasher.input_words(MultimodalInput(**drawn)) == hasher.input_words(plain)
+    for wrong in (1.0, np.bool_(True)):
+        with pytest.raises(ContentError):
+            hasher.input_words(MultimodalInput(**drawn | {"identity": wrong}))
