@@ -173,10 +173,6 @@ class PageHandover(ContentCalls):
             if state is not None and columns is not None:
                 column = columns[accepted]
                 expected = own[column - first] if column - first < len(own) else None
-                if problem is None:
-                    binding = table.record(page).content
-                    if binding is not None and binding.key == expected:
-                        continue
                 wrong = self._problem_with_content(state, index, column, page, expected)
                 if wrong is not None and self._refuse_content(*wrong, index, page, state, column):
                     return accepted
