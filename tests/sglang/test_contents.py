@@ -369,9 +369,10 @@ def test_new_weights_find_nothing_that_was_computed_with_old_ones(
 def test_without_a_tree_nothing_is_hashed(engine: Engine, overlap: bool) -> None:
     """Nobody can take a page of another's."""
 
-    def scenario(engine: Engine) -> None:
+    def scenario(engine: Engine) -> Client | None:
         for place, prompt in enumerate(prompts(7, 6)):
             engine.add(f"r{place}", prompt, TOKENS)
+        return None
 
     wanted = golden(engine, scenario)
     assert engine.guard.contents is None

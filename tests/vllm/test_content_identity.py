@@ -223,7 +223,7 @@ def test_calls_that_change_weights_are_known_by_their_names() -> None:
 
 def test_whatever_two_engines_must_agree_on_is_in_the_domain() -> None:
     """Model, revision, quantization, dtype, KV dtype, and the layout of every group: each by itself."""
-    one = {
+    one: dict[str, dict[str, Any]] = {
         "model": {"model": "a/b", "revision": None, "quantization": None, "dtype": "bf16"},
         "cache": {"cache_dtype": "auto"},
         "group": {"block_size": 16, "num_kv_heads": 2, "head_size": 64, "dtype": "bf16", "sliding_window": None},
