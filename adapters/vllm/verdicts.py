@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -37,20 +38,35 @@ class VerdictHandler:
         if judgement.halt:
             raise GuardHalt(judgement.violations[0])
         messages = {abort.request: abort.violation.message for abort in judgement.aborts}
-        null_block = self._manager.block_pool.null_block
-        for abort in judgement.aborts:
-            for pool, pages in abort.foreign_pages.items():
-                # Left in place they would be freed under whoever holds them now.
-                blocks = self._blocks_of[pool].get(abort.request, [])
-                for column, block in enumerate(blocks):
-                    if block.block_id in pages:
-                        blocks[column] = null_block
+        self._leave_to_others(judgement)
         if judgement.evict:
             self._manager.block_pool.evict_blocks({page for _, page in judgement.evict})
         for name in judgement.withheld - messages.keys():
             # Preempted since: the request has given its pages back, but the token of this step is still unproven.
             messages[name] = self._why_withheld(name, judgement)
         return self._end(messages)
+
+    def _leave_to_others(self, judgement: Judgement) -> None:
+        """Take pages off the lists of aborted requests that vLLM would otherwise free under whoever holds them now.
+
+        Those are the ones that more lists name than vLLM has counted. A page that was counted for the request, as one
+        that it took from the cache, is given back like any other: else it would never be free again.
+        """
+        foreign = {page for abort in judgement.aborts for pages in abort.foreign_pages.values() for page in pages}
+        if not foreign:
+            return
+        listed: Counter[int] = Counter()
+        for lists in self._blocks_of.values():
+            for blocks in lists.values():
+                listed.update(block.block_id for block in blocks if block.block_id in foreign)
+        null_block = self._manager.block_pool.null_block
+        for abort in judgement.aborts:
+            for pool, pages in abort.foreign_pages.items():
+                blocks = self._blocks_of[pool].get(abort.request, [])
+                for column, block in enumerate(blocks):
+                    if block.block_id in pages and listed[block.block_id] > block.ref_cnt:
+                        listed[block.block_id] -= 1
+                        blocks[column] = null_block
 
     def _why_withheld(self, name: str, judgement: Judgement) -> str:
         for violation in (*judgement.violations, *reversed(self._guard.violations)):
