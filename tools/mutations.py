@@ -195,7 +195,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *of_file("kvguard/tags.py", ("a tag of its own for each allocation", TAGS, "self._next = tag + 1", "self._next = tag")),
     *of_file(
         "kvguard/requests.py",
-        ("the fresh start of a new incarnation", IN_FLIGHT, "        state.computed = state.floor = 0\n", "        state.floor = 0\n"),
+        ("the fresh start of a new incarnation", IN_FLIGHT, "        state.computed = state.floor = state.loaded = 0\n", "        state.floor = state.loaded = 0\n"),
         ("a writer word for each incarnation", WRITES, "state.incarnation % WRITERS + 1", "1"),
     ),
     *of_file(

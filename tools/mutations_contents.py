@@ -10,6 +10,7 @@ from tools.mutation import Mutation, of_file
 KEYS: Final = "tests/core/test_content_key.py"
 CONTENTS: Final = "tests/core/test_contents.py"
 RETOLD: Final = "tests/core/test_contents_retold.py"
+UNWRITTEN: Final = "tests/core/test_unwritten.py"
 CONFIG: Final = "tests/house/test_config.py"
 DOMAIN: Final = "[(f.name, getattr(domain, f.name)) for f in fields(domain)]"
 
@@ -24,7 +25,7 @@ CONTENT_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ),
         ("the names of the fields", KEYS, DOMAIN, "[('', getattr(domain, f.name)) for f in sorted(fields(domain), key=lambda f: str(getattr(domain, f.name)))]"),
         ("the lengths of the fields", KEYS, "        parts += (len(part).to_bytes(8, \"little\"), part)\n", "        parts.append(part)\n"),
-        ("the types of the fields", KEYS, "        return b\"i%d\" % value\n", "        return b\"s%d\" % value\n"),
+        ("the types of the fields", KEYS, "        return b\"i%d\" % int(value)\n", "        return b\"s%d\" % int(value)\n"),
         ("the field that is not there", KEYS, "        return b\"n\"\n", "        return b\"s\"\n"),
         ("the secret of the fields", KEYS, "digest = hashlib.blake2b(_encoded(kind, named), key=self._secret, digest_size=16)", "digest = hashlib.blake2b(_encoded(kind, named), digest_size=16)"),
         ("the secret of the positions", KEYS, "hashlib.shake_256(self._secret + named)", "hashlib.shake_256(named)"),
@@ -60,6 +61,10 @@ CONTENT_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("contents: keys that the store no longer has", CONTENTS, "                self._books.stored.pop((name, key), None)\n", "                pass\n"),
         ("contents: keys that were never stored", CONTENTS, "            if binding is None:\n                return accepted\n            problem", "            if binding is None:\n                continue\n            problem"),
         ("contents: hits that were not loaded", CONTENTS, "            if key in done:\n", "            if True:\n"),
+        ("contents: tokens beyond the pages of a lookup", UNWRITTEN, "        if not self._contents or size is None or tokens <= columns * size:\n", "        if True:\n"),
+        ("contents: loads up to the first that failed", UNWRITTEN, "                accepted = place\n                break\n", "                accepted = place\n"),
+        ("contents: loads that were completed", UNWRITTEN, "            state.loaded = (column + accepted) * (self._books.tables[0].spec.page_size or 0)\n", "            pass\n"),
+        ("contents: all is told below level keys", UNWRITTEN, "        self._books.all_is_told = self._contents\n", "        self._books.all_is_told = True\n"),
         ("contents: a page under another key is stored", CONTENTS, "binding = None if table.problem_with_adoption(page, key) else table.record(page).content", "binding = table.record(page).content"),
         ("contents: fingerprints in place of keys", CONTENTS, "content {fingerprint(binding.key)}\"", "content {binding.key.first_lane:x}\""),
     ),
@@ -76,6 +81,30 @@ CONTENT_MUTATIONS: Final[tuple[Mutation, ...]] = (
         "kvguard/handover.py",
         ("contents: the vetting of hits", CONTENTS, "                if wrong is not None and self._refuse_content(*wrong, index, page, state, column):\n", "                if False:\n"),
         ("contents: the columns of hits", RETOLD, "                column = columns[accepted]\n", "                column = accepted\n"),
+    ),
+    *of_file(
+        "kvguard/requests.py",
+        ("contents: loads of an earlier life", UNWRITTEN, "        state.computed = state.floor = state.loaded = 0\n", "        state.computed = state.floor = 0\n"),
+    ),
+    *of_file(
+        "kvguard/steps.py",
+        ("contents: the look at first steps", UNWRITTEN, "        look_at_first_steps(books, pending, tokens_start)\n", "        pass\n"),
+        ("contents: first steps where not all is told", UNWRITTEN, "    if books.all_is_told and tokens_start is not None", "    if tokens_start is not None"),
+    ),
+    *of_file(
+        "kvguard/unwritten.py",
+        ("contents: first steps that were only observed", UNWRITTEN, "        if start == 0 or state.computed or state.stalled", "        if start == 0 or state.computed"),
+        ("contents: what a store has loaded", UNWRITTEN, "        given = max(state.loaded, _adopted_tokens(books, state))\n", "        given = _adopted_tokens(books, state)\n"),
+        ("contents: what was adopted", UNWRITTEN, "        given = max(state.loaded, _adopted_tokens(books, state))\n", "        given = state.loaded\n"),
+        ("contents: first steps in flight", UNWRITTEN, "        if start > given and not books.scheduled_tokens(state):\n", "        if start > given:\n"),
+        ("contents: first steps at the end of what was given", UNWRITTEN, "        if start > given and not", "        if start >= given and not"),
+        ("contents: pages of its own", UNWRITTEN, "next((column for column, _, tag in ledger.entries() if tag not in state.adopted), len(ledger))", "len(ledger)"),
+        ("contents: pages that were published in part", UNWRITTEN, "            tokens = min(tokens, record.content.key.tokens)\n", "            pass\n"),
+        ("contents: the pool that has least", UNWRITTEN, "        given = min(given, tokens)\n", "        given = tokens\n"),
+    ),
+    *of_file(
+        "kvguard/judge.py",
+        ("contents: the name of what was never written", UNWRITTEN, ", Kind.CONTENT_UNWRITTEN: Proof.CONTENT_KEY}", "}"),
     ),
     *of_file(
         "kvguard/page_table.py",

@@ -202,7 +202,26 @@ SGLANG_MUTATIONS: Final = (
     ),
     Mutation(
         name="sglang-hits-of-old-weights", path=GUARD, tests=(f"{_WEIGHTS}[kept-normal]",),
-        old="        self.outdated = True\n",
-        new="        pass\n",
+        old="            self.outdated = self.outdated or any(\n",
+        new="            self.outdated = False and any(\n",
+    ),
+    Mutation(
+        name="sglang-empty-cache-outdated", path=GUARD, tests=("tests/sglang/test_paused_update.py",),
+        old="            self.outdated = self.outdated or any(\n",
+        new="            self.outdated = True or any(\n",
+    ),
+    Mutation(
+        name="sglang-hashed-without-a-tree", path=GUARD, tests=(f"{CONTENTS}::test_without_a_tree_nothing_is_hashed",),
+        old=" and not scheduler.tree_cache.disable:\n",
+        new=":\n",
+    ),
+    *(
+        Mutation(name=f"sglang-domain-without-{field}", path=CONTENTS_OF, tests=("tests/sglang/test_domain.py",), old=old, new=new)
+        for field, old, new in (
+            ("model", "        model=repr(tuple(None if value is None else str(value) for value in said)),\n", '        model="",\n'),
+            ("layout", '        kv_layout=",".join(layout),\n', '        kv_layout="",\n'),
+            ("page-size", ', f"page_size={scheduler.token_to_kv_pool_allocator.page_size}"]', "]"),
+            ("dtype", """        kv_dtype=f"{getattr(server, 'kv_cache_dtype', '')} {getattr(pool, 'dtype', '')}",\n""", '        kv_dtype="",\n'),
+        )
     ),
 )  # fmt: skip

@@ -29,6 +29,10 @@ _SETUP: Final = f"{SETUPS}::test_healthy_traffic_is_unchanged_and_a_fault_has_on
 _FAULT: Final = f"{RUNNER}::test_a_fault_ends_its_victim_or_is_refused"
 TWINS: Final = f"{LIFE}::test_a_flagged_writer_takes_along_who_shares_its_step[2-async]"
 
+UNWRITTEN: Final = "tests/vllm/test_unwritten.py"
+_FIRST: Final = "test_a_request_that_starts_behind_what_it_was_given_is_ended"
+_AGREE: Final = "test_whatever_two_engines_must_agree_on_is_in_the_domain"
+GIVEN_BACK: Final = "tests/vllm/test_given_back.py::test_a_page_that_several_took_from_a_stale_entry_is_free_in_the_end"
 CROSSING: Final = "tests/vllm/test_crossing.py"
 
 VLLM_MUTATIONS: Final = (
@@ -112,8 +116,18 @@ VLLM_MUTATIONS: Final = (
     ),
     Mutation(
         name="vllm-foreign-blocks-freed", path=VERDICTS, tests=(f"{_FAULT}[tag-only-use-after-free]",),
-        old="                    if block.block_id in pages:\n",
+        old="                    if block.block_id in pages and listed[block.block_id] > block.ref_cnt:\n",
         new="                    if False:\n",
+    ),
+    Mutation(
+        name="vllm-counted-blocks-kept-out", path=VERDICTS, tests=(f"{GIVEN_BACK}[3-sync]",),
+        old=" and listed[block.block_id] > block.ref_cnt:\n",
+        new=":\n",
+    ),
+    Mutation(
+        name="vllm-blocks-taken-off-all-lists", path=VERDICTS, tests=(f"{GIVEN_BACK}[3-sync]",),
+        old="                        listed[block.block_id] -= 1\n",
+        new="                        pass\n",
     ),
     Mutation(
         name="vllm-flagged-leaves-when-books-fail", path=VERDICTS,
@@ -235,8 +249,55 @@ VLLM_MUTATIONS: Final = (
     Mutation(
         name="vllm-adapter-files-not-looked-at", path=CONTENTS,
         tests=(f"{IDENTITY}::test_an_adapter_that_was_written_again_is_another_one",),
-        old="            written.append(str(os.stat(name).st_mtime_ns))\n",
-        new="            os.stat(name)\n",
+        old='        written.append(f"{file} {found.st_mtime_ns} {found.st_size}")\n',
+        new="        pass\n",
+    ),
+    Mutation(
+        name="vllm-adapter-settings-not-looked-at", path=CONTENTS,
+        tests=(f"{IDENTITY}::test_an_adapter_that_was_written_again_is_another_one",),
+        old='ADAPTER_FILES = ("adapter_config.json", ',
+        new="ADAPTER_FILES = (",
+    ),
+    Mutation(
+        name="vllm-readers-of-weights-begin-an-epoch", path=CONTENTS,
+        tests=(f"{IDENTITY}::test_calls_that_change_weights_are_known_by_their_names",),
+        old=" and not method.startswith(READING)\n",
+        new="\n",
+    ),
+    *(
+        Mutation(name=f"vllm-domain-without-{field}", path=CONTENTS, tests=(f"{IDENTITY}::{_AGREE}",), old=old, new=new)
+        for field, old, new in (
+            ("model", "        model=repr(tuple(None if value is None else str(value) for value in said)),\n", '        model="",\n'),
+            ("revision", '("model", "revision", "quantization", "dtype")', '("model", "quantization", "dtype")'),
+            ("layout", '        kv_layout=";".join(layouts),\n', '        kv_layout="",\n'),
+            ("groups", "    for group in groups:\n", "    for group in groups[:1]:\n"),
+            ("dtype", '        kv_dtype=str(getattr(cache, "cache_dtype", "")),\n', '        kv_dtype="",\n'),
+        )
+    ),
+    Mutation(
+        name="vllm-tokens-of-a-lookup-not-compared", path=SIDE, tests=(f"{UNWRITTEN}::test_a_lookup_that_finds_more_tokens_than_pages_is_not_believed[sync]",),
+        old="            if covered < tokens and self.guard.vet_range(\n",
+        new="            if False and self.guard.vet_range(\n",
+    ),
+    Mutation(
+        name="vllm-stubborn-lookups", path=SIDE, tests=(f"{UNWRITTEN}::test_a_lookup_that_keeps_to_no_limit_finds_nothing[sync]",),
+        old="                if limit >= held_to:\n",
+        new="                if False:\n",
+    ),
+    Mutation(
+        name="vllm-first-steps-not-looked-at", path=BOOKS, tests=(f"{UNWRITTEN}::{_FIRST}[sync]",),
+        old="            guard.all_is_told()\n",
+        new="            pass\n",
+    ),
+    Mutation(
+        name="vllm-blocks-that-nobody-loads-are-there", path=SIDE, tests=(f"{UNWRITTEN}::{_FIRST}[sync]",),
+        old="there = self._loads and (column + 1)",
+        new="there = (column + 1)",
+    ),
+    Mutation(
+        name="vllm-hashed-without-a-cache", path=BOOKS, tests=(f"{UNWRITTEN}::test_without_a_cache_nothing_is_hashed",),
+        old="        if guard.wants_contents and manager.enable_caching:\n",
+        new="        if guard.wants_contents:\n",
     ),
     Mutation(
         name="vllm-weights-not-watched", path=CONTENTS,

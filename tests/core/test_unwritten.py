@@ -70,12 +70,42 @@ def test_it_is_looked_for_only_where_an_engine_tells_all() -> None:
     assert first_step(observed, "b", 13, 14).clean and len(observed.guard.violations) == 1
 
 
+def run_both(rig: Rig, start: int, start_b: int, end_b: int) -> Judgement:
+    """A step of c, four tokens from `start` on, and of b."""
+    delta = rig.guard.step(["c", "b"], [rig.rows["c"], rig.rows["b"]], [start + 4, end_b], [start, start_b])
+    return rig.judge(rig.check(delta))
+
+
+def test_a_first_step_that_was_only_observed_is_none_the_next_time() -> None:
+    """Once violations have consequences again, later steps are judged by what they read, and by nothing else."""
+    rig = reader(breaker_violations=1, breaker_action="observe")
+    assert rig.guard.vet_range("b", 99, 2), "what trips the breaker"
+    assert not first_step(rig, "b", 12, 13).aborts and rig.guard.violations[-1].action is Action.OBSERVED
+    rig.guard.reset()
+    enter(rig, "c", PROMPT[:4])
+    rig.allocate("c", 13)
+    assert run_both(rig, 0, 13, 14).clean and len(rig.guard.violations) == 2
+
+
+def test_a_step_behind_a_first_one_that_is_in_flight_is_no_first_step() -> None:
+    """Where it starts is what the one before writes, whoever else comes into the batch meanwhile."""
+    rig = reader()
+    enter(rig, "c", PROMPT[:4])
+    rig.allocate("c", 13)
+    first = rig.check(rig.guard.step(["b"], [rig.rows["b"]], [12], [8]))
+    second = rig.check(rig.guard.step(["c", "b"], [rig.rows["c"], rig.rows["b"]], [4, 14], [0, 12]))
+    assert rig.judge(first).clean and rig.judge(second).clean
+
+
 def test_what_a_store_has_loaded_counts() -> None:
     """As far as its copies were completed."""
     rig = reader()
     assert rig.guard.vet_loaded("b", ["k2", "k3"], ["k2"], 2) == 1
     assert refused(rig) == [Kind.CONTENT_NOT_LOADED]
     assert first_step(rig, "b", 12, 14).clean
+    rig = reader()
+    assert rig.guard.vet_loaded("b", ["k2", "k3", "k4"], ["k3"], 2) == 0
+    assert refused(rig) == [Kind.CONTENT_NOT_LOADED], "what comes behind the first one is not asked for"
     rig = reader()
     assert rig.guard.vet_loaded("b", ["k2"], ["k2"], 2) == 1
     rig.guard.preempt("b")
@@ -100,20 +130,21 @@ def test_a_part_of_a_page_counts_as_that_part() -> None:
         assert aborted(first_step(rig, "b", start, 12)) == ends
 
 
-def test_every_pool_must_hold_them() -> None:
+@pytest.mark.parametrize("order", [(MAIN, WINDOW), (WINDOW, MAIN)], ids=["last", "first"])
+def test_every_pool_must_hold_them(order: tuple[Any, ...]) -> None:
     """Columns behind a window need nothing; where one pool has less than another, the lesser counts."""
     for start, ends in ((8, set()), (12, {"b"})):
-        rig = keyed(MAIN, WINDOW)
+        rig = keyed(*order)
         rig.guard.all_is_told()
         enter(rig, "w")
-        rig.allocate("w", 1, 2, 3)
+        rig.allocate("w", 1, 2, 3, pool="main")
         rig.allocate("w", 1, 2, 3, pool="window")
         for column in range(3):
-            assert rig.guard.publish("w", column, f"k{column}")
+            assert rig.guard.publish("w", column, f"k{column}", pool="main")
             assert rig.guard.publish("w", column, f"k{column}", pool="window")
         assert rig.run("w").clean
         enter(rig, "b", [*PROMPT, 4])
-        assert rig.adopt("b", *HITS) == 3
+        assert rig.adopt("b", *HITS, pool="main") == 3
         rig.guard.skip("b", 1, pool="window")
         rig.columns["b", "window"] = 1
         assert rig.adopt("b", HITS[1], pool="window") == 1
