@@ -125,7 +125,7 @@ VLLM_MUTATIONS: Final = (
         new=":\n",
     ),
     Mutation(
-        name="vllm-blocks-taken-off-all-lists", path=VERDICTS, tests=(f"{GIVEN_BACK}[3-sync]",),
+        name="vllm-blocks-taken-off-all-lists", path=VERDICTS, tests=("tests/vllm/test_given_back.py::test_of_several_lists_as_many_keep_a_page_as_vllm_has_counted",),
         old="                        listed[block.block_id] -= 1\n",
         new="                        pass\n",
     ),

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from kvguard.adapters.vllm.plugin import register
+from kvguard.adapters.vllm.verdicts import VerdictHandler
 from kvguard.fault_injection.targets.vllm_engine import Answer, VllmEngine, VllmOptions
 from tests.vllm.test_contents import BLOCK, OTHER, PROMPT
 from tests.vllm.tiny import unguarded, write_checkpoint
@@ -61,3 +63,20 @@ def test_a_page_that_several_took_from_a_stale_entry_is_free_in_the_end(
     assert pool.get_num_free_blocks() == free_before
     assert [block.ref_cnt for block in pool.blocks if not block.is_null and block.ref_cnt] == []
     assert engine.guard_side.guard.health().ok
+
+
+def test_of_several_lists_as_many_keep_a_page_as_vllm_has_counted() -> None:
+    """It was freed under one reader, handed to another, and taken from the cache by a third: two are counted."""
+    page, null = SimpleNamespace(block_id=7, ref_cnt=2), SimpleNamespace(block_id=0, ref_cnt=0)
+    lists = {name: [page] for name in ("freed", "new owner", "reader")}
+    single = SimpleNamespace(req_to_blocks=lists)
+    manager = SimpleNamespace(
+        coordinator=SimpleNamespace(single_type_managers=[single]), block_pool=SimpleNamespace(null_block=null)
+    )
+    handler: Any = VerdictHandler(
+        SimpleNamespace(), SimpleNamespace(kv_cache_manager=manager), (SimpleNamespace(name="group0"),)  # type: ignore[arg-type]
+    )
+    aborts = [SimpleNamespace(request=name, foreign_pages={"group0": (7,)}) for name in ("freed", "reader")]
+    handler._leave_to_others(SimpleNamespace(aborts=aborts))
+    assert [blocks[0] is page for blocks in lists.values()].count(True) == page.ref_cnt
+    assert lists["new owner"] == [page]
