@@ -1,16 +1,19 @@
 """What level `keys` costs over level `tags` in vLLM on the CPU, as a share of a step: pairs of steps, not of rounds.
 
     .venv-vllm/bin/python bench/vllm_keys_overhead.py [--batches 4 16] [--pairs 6] [--tokens 160] [--json FILE]
+    .venv-vllm/bin/python bench/vllm_keys_overhead.py --guard        # what level `tags` costs over no guard
 
-SmolLM2-135M (`make models`), INT4 weights, FP8 KV, one thread. Two engines at level `keys`, each in a process of its
-own. In each round one of them leaves contents alone, which is level `tags`, and the other does not; both get the same
-prompts and make their steps in turns, one step here, the same step there, so that a machine whose speed drifts within
-seconds slows both alike. The next round has the roles the other way round: what two processes of one engine differ by,
-some per cent, cancels in the mean of the two. Who goes first alternates from step to step. Prompts differ in length, so
-that pages are published in every other step or so, as they are in service, and not all in one.
+SmolLM2-135M (`make models`), INT4 weights, FP8 KV, one thread. Two engines, each in a process of its own. In each round
+one of them runs at the higher level and the other at the lower one: at `keys`, contents are left alone for that; with
+`--guard` a guard is put on the live engine, and taken off again. Both get the same prompts and make their steps in
+turns, one step here, the same step there, so that a machine whose speed drifts within seconds slows both alike. The
+next round has the roles the other way round: what two processes of one engine differ by, some per cent, cancels in the
+mean of the two. Who goes first alternates from step to step. Prompts differ in length, so that pages are published in
+every other step or so, as they are in service, and not all in one.
 
-Printed: the ratio of step times keys / tags, as the geometric mean of the medians of the two roles, with the range
-that 90 % of 2,000 resamplings of the pairs of rounds give. Tokens must be equal, every step verified, nothing flagged.
+Printed: the ratio of step times, higher level over lower, as the geometric mean of the medians of the two roles, with
+the range that 90 % of 2,000 resamplings of the pairs of rounds give. Tokens must be equal, every step verified, nothing
+flagged.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from bench.engine_process import EngineProcess, answer_commands, own_channel  # 
 from bench.vllm_overhead import PROMPT_TOKENS, TOKEN_RANGE, Engine, worker  # noqa: E402
 
 RESAMPLINGS = 2000
+MODE = "BENCH_MODE"
 SEED = 20261201
 
 
@@ -60,6 +64,12 @@ class SteppedEngine(Engine):
         books.proofs = books.proofs | {Proof.CONTENT_KEY} if keys else books.proofs - {Proof.CONTENT_KEY}
         self._keys = keys
 
+    def _look(self) -> None:
+        """Every request is at the level of the round."""
+        side: Any = self._side
+        looked = [state.content is not None for state in side.guard._books.requests.values()]
+        assert looked.count(self._keys) == len(looked), "a request at the other level"
+
     def command(self, **given: Any) -> dict[str, Any]:
         """`batch`, `tokens`, `seed` and `keys` begin a round; `step` makes a step and answers its time in ms."""
         from vllm import SamplingParams
@@ -77,26 +87,74 @@ class SteppedEngine(Engine):
         outputs = self._engine.step()
         spent = (time.perf_counter() - started) * 1e3
         self._answers |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
-        side: Any = self._side
-        looked = [state.content is not None for state in side.guard._books.requests.values()]
-        assert looked.count(self._keys) == len(looked), "a request at the other level"
+        self._look()
         if self._engine.has_unfinished_requests():
             return {"ms": spent}
         return {"ms": spent, "answers": self._answers}
 
 
-def work() -> None:
+class GuardedOrNot(SteppedEngine):
+    """An engine that was started without a guard, and gets one for some rounds."""
+
+    def __init__(self) -> None:
+        from kvguard.fault_injection.models import smollm2_folder
+        from kvguard.fault_injection.targets.vllm_engine import VllmEngine, VllmOptions
+        from kvguard.fault_injection.targets.vllm_slate import OwnFunctions
+
+        options = VllmOptions(
+            model=smollm2_folder("int4"),
+            dtype="bfloat16",
+            kv_cache_dtype="fp8",
+            num_blocks=16 * 2048 // 32,
+            max_num_seqs=16,
+            max_model_len=2048,
+        )
+        self._live = VllmEngine(options)
+        self._engine = self._live.llm_engine
+        self._own = OwnFunctions(self._live)
+        self._side: Any = None
+        self._answers = {}
+        self._counted: dict[str, int] = {"steps_verified": 0, "steps_seen": 0, "violations": 0}
+
+    def _use(self, keys: bool) -> None:
+        from kvguard.fault_injection.targets.vllm_runs import attach
+        from kvguard.fault_injection.targets.vllm_slate import flush
+
+        flush(self._live)
+        self._take_off()
+        assert self._engine.reset_prefix_cache()
+        if keys:
+            self._side = attach(self._live, proofs="tags", seed=SEED)
+
+    def _take_off(self) -> None:
+        """Without a guard from here on; what it counted stays known."""
+        if self._side is not None:
+            for name in self._counted:
+                self._counted[name] += self._side.health().counters[name]
+        self._own.restore()
+        self._side = None
+
+    def _look(self) -> None:
+        """Nothing to see: a guard that is not on the engine counts nothing."""
+
+    def guard(self) -> dict[str, Any]:
+        self._take_off()
+        return dict(self._counted)
+
+
+def work(*, guard: bool) -> None:
     """The worker process."""
     channel = own_channel()
-    engine = SteppedEngine()
+    engine = GuardedOrNot() if guard else SteppedEngine()
     answer_commands(channel, engine.command, engine.guard)
 
 
-def start() -> EngineProcess:
+def start(*, guard: bool) -> EngineProcess:
     """In the parent: one worker process."""
-    return worker(
-        guarded=True, weights="int4", script=__file__, KVGUARD_LEVEL="keys", OMP_NUM_THREADS="1", MKL_NUM_THREADS="1"
-    )
+    # An engine that gets its guard later starts as vLLM's own.
+    level, mode = ("off", "guard") if guard else ("keys", "keys")
+    named = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "KVGUARD_LEVEL": level, MODE: mode}
+    return worker(guarded=True, weights="int4", script=__file__, **named)
 
 
 def round_of(engines: tuple[EngineProcess, EngineProcess], *, keyed: int, batch: int, tokens: int, seed: int) -> float:
@@ -150,16 +208,18 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=[4, 16])
     parser.add_argument("--pairs", type=int, default=6, help="of rounds, the roles exchanged in the second")
     parser.add_argument("--tokens", type=int, default=160, help="per request and round")
+    parser.add_argument("--guard", action="store_true", help="level tags over no guard, in place of keys over tags")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--weights", default="int4", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        work()
+        work(guard=os.environ[MODE] == "guard")
         return
     load = os.getloadavg()[0]
-    engines = start(), start()
-    print(f"level keys over tags, share of a step; load {load:.1f} at the start")
+    engines = start(guard=arguments.guard), start(guard=arguments.guard)
+    what = "level tags over no guard" if arguments.guard else "level keys over tags"
+    print(f"{what}, share of a step; load {load:.1f} at the start")
     reports = []
     for batch in arguments.batches:
         report = measure(engines, batch=batch, pairs=arguments.pairs, tokens=arguments.tokens)
@@ -170,7 +230,7 @@ def main() -> None:
     for engine in engines:
         engine.stop()
     for counted in counters:
-        if counted["steps_verified"] != counted["steps_seen"] or counted["violations"]:
+        if not counted["steps_verified"] or counted["steps_verified"] != counted["steps_seen"] or counted["violations"]:
             raise SystemExit(f"not every step was verified, or something was flagged: {counted}")
     if arguments.json:
         content = {"load_at_start": load, "guard": counters, "reports": reports}
