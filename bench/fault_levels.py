@@ -59,6 +59,7 @@ STORAGE = {
 PAGE_SIZE = {"embedded": 16, "vllm": 32, "sglang": 16}
 SCHEDULING = {"embedded": ("",), "vllm": ("async",), "sglang": ("normal", "overlap")}
 MODEL = {"embedded": "recall", "vllm": "tiny", "sglang": "tiny"}
+TITLES = {"embedded": "Embedded engine", "vllm": "vLLM 0.32.0, runner V1", "sglang": "SGLang 0.5.23"}
 ATTEMPTS = 4
 """Seeds per wanted trial: a draw that finds no victim is no trial, and the next one is taken."""
 
@@ -122,9 +123,6 @@ def table(results: dict[str, Any]) -> str:
             lines.append(f"| {row['group']} | `{row['fault']}` | {row['potent']} of {row['trials']} | {cells} |")
         lines.append("")
     return "\n".join(lines)
-
-
-TITLES = {"embedded": "Embedded engine", "vllm": "vLLM 0.32.0, runner V1", "sglang": "SGLang 0.5.23"}
 
 
 def main() -> None:

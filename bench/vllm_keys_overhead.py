@@ -39,43 +39,28 @@ MODE = "BENCH_MODE"
 SEED = 20261201
 
 
-class SteppedEngine(Engine):
-    """In the worker process: an engine that makes one step per command, at level `tags` or `keys`."""
+class SteppedEngine:
+    """In the worker process: a live vLLM engine that makes one step per command, at the lower or the higher level."""
 
-    def __init__(self) -> None:
-        super().__init__("int4")
-        self._contents: Any = None if self._side is None else self._side._contents
-        if self._contents is None:
-            raise SystemExit("this engine does not run at level keys")
+    def __init__(self, engine: Any) -> None:
+        """`engine`: the LLMEngine."""
+        self._engine = engine
         self._answers: dict[str, list[int]] = {}
-        self._keys = True
 
-    def _use(self, keys: bool) -> None:
-        """Contents are looked at from here on, or not. No request is alive, and nothing is cached."""
-        from kvguard.violation import Proof
+    def _use(self, higher: bool) -> None:
+        """Run at this level from here on. No request is alive; afterwards nothing is cached."""
+        raise NotImplementedError
 
-        side: Any = self._side
-        guard = side.guard
-        books = guard._books
-        assert not books.requests
-        assert self._engine.reset_prefix_cache()
-        side._contents = self._contents if keys else None
-        guard._contents = keys
-        books.proofs = books.proofs | {Proof.CONTENT_KEY} if keys else books.proofs - {Proof.CONTENT_KEY}
-        self._keys = keys
-
-    def _look(self) -> None:
-        """Every request is at the level of the round."""
-        side: Any = self._side
-        looked = [state.content is not None for state in side.guard._books.requests.values()]
-        assert looked.count(self._keys) == len(looked), "a request at the other level"
+    def guard(self) -> dict[str, Any]:
+        """What the guard counted."""
+        raise NotImplementedError
 
     def command(self, **given: Any) -> dict[str, Any]:
-        """`batch`, `tokens`, `seed` and `keys` begin a round; `step` makes a step and answers its time in ms."""
+        """`batch`, `tokens`, `seed` and `higher` begin a round; `step` makes a step and answers its time in ms."""
         from vllm import SamplingParams
 
         if "step" not in given:
-            self._use(given["keys"])
+            self._use(given["higher"])
             rng = random.Random(f"{SEED}-{given['seed']}")
             parameters = SamplingParams(max_tokens=given["tokens"], temperature=0, ignore_eos=True, detokenize=False)
             for place in range(given["batch"]):
@@ -87,10 +72,42 @@ class SteppedEngine(Engine):
         outputs = self._engine.step()
         spent = (time.perf_counter() - started) * 1e3
         self._answers |= {output.request_id: list(output.outputs[0].token_ids) for output in outputs}
-        self._look()
         if self._engine.has_unfinished_requests():
             return {"ms": spent}
         return {"ms": spent, "answers": self._answers}
+
+
+class KeysOrTags(SteppedEngine):
+    """An engine at level `keys` that leaves contents alone in some rounds, which is level `tags`."""
+
+    def __init__(self) -> None:
+        self._made = Engine("int4")
+        super().__init__(self._made._engine)
+        self._side: Any = self._made._side
+        self._contents = None if self._side is None else self._side._contents
+        if self._contents is None:
+            raise SystemExit("this engine does not run at level keys")
+        self._keys = True
+
+    def _use(self, higher: bool) -> None:
+        from kvguard.violation import Proof
+
+        guard = self._side.guard
+        books = guard._books
+        assert not books.requests
+        assert self._engine.reset_prefix_cache()
+        self._side._contents = self._contents if higher else None
+        guard._contents = self._keys = higher
+        books.proofs = books.proofs | {Proof.CONTENT_KEY} if higher else books.proofs - {Proof.CONTENT_KEY}
+
+    def guard(self) -> dict[str, Any]:
+        return self._made.guard()
+
+    def command(self, **given: Any) -> dict[str, Any]:
+        answer = super().command(**given)
+        looked = [state.content is not None for state in self._side.guard._books.requests.values()]
+        assert "step" not in given or looked.count(self._keys) == len(looked), "a request at the other level"
+        return answer
 
 
 class GuardedOrNot(SteppedEngine):
@@ -110,32 +127,28 @@ class GuardedOrNot(SteppedEngine):
             max_model_len=2048,
         )
         self._live = VllmEngine(options)
-        self._engine = self._live.llm_engine
+        super().__init__(self._live.llm_engine)
         self._own = OwnFunctions(self._live)
-        self._side: Any = None
-        self._answers = {}
-        self._counted: dict[str, int] = {"steps_verified": 0, "steps_seen": 0, "violations": 0}
+        self._guard: Any = None
+        self._counted = {"steps_verified": 0, "steps_seen": 0, "violations": 0}
 
-    def _use(self, keys: bool) -> None:
+    def _use(self, higher: bool) -> None:
         from kvguard.fault_injection.targets.vllm_runs import attach
         from kvguard.fault_injection.targets.vllm_slate import flush
 
         flush(self._live)
         self._take_off()
         assert self._engine.reset_prefix_cache()
-        if keys:
-            self._side = attach(self._live, proofs="tags", seed=SEED)
+        if higher:
+            self._guard = attach(self._live, proofs="tags", seed=SEED)
 
     def _take_off(self) -> None:
         """Without a guard from here on; what it counted stays known."""
-        if self._side is not None:
+        if self._guard is not None:
             for name in self._counted:
-                self._counted[name] += self._side.health().counters[name]
+                self._counted[name] += self._guard.health().counters[name]
         self._own.restore()
-        self._side = None
-
-    def _look(self) -> None:
-        """Nothing to see: a guard that is not on the engine counts nothing."""
+        self._guard = None
 
     def guard(self) -> dict[str, Any]:
         self._take_off()
@@ -145,7 +158,7 @@ class GuardedOrNot(SteppedEngine):
 def work(*, guard: bool) -> None:
     """The worker process."""
     channel = own_channel()
-    engine = GuardedOrNot() if guard else SteppedEngine()
+    engine = GuardedOrNot() if guard else KeysOrTags()
     answer_commands(channel, engine.command, engine.guard)
 
 
@@ -157,16 +170,16 @@ def start(*, guard: bool) -> EngineProcess:
     return worker(guarded=True, weights="int4", script=__file__, **named)
 
 
-def round_of(engines: tuple[EngineProcess, EngineProcess], *, keyed: int, batch: int, tokens: int, seed: int) -> float:
-    """Median over a round's steps of time at `keys` / time at `tags`. keyed: which of the two looks at contents."""
+def round_of(engines: tuple[EngineProcess, EngineProcess], *, higher: int, batch: int, tokens: int, seed: int) -> float:
+    """Median over a round's steps of time at the higher level / at the lower. higher: which of the two runs at it."""
     for place, engine in enumerate(engines):
-        engine.ask(batch=batch, tokens=tokens, seed=seed, keys=place == keyed)
+        engine.ask(batch=batch, tokens=tokens, seed=seed, higher=place == higher)
     ratios: list[float] = []
     for step in range(10 * (tokens + batch)):
         found: dict[int, dict[str, Any]] = {}
         for place in (0, 1) if step % 2 else (1, 0):
             found[place] = engines[place].ask(step=step)
-        ratios.append(found[keyed]["ms"] / found[1 - keyed]["ms"])
+        ratios.append(found[higher]["ms"] / found[1 - higher]["ms"])
         if "answers" in found[0]:
             if found[0]["answers"] != found[1].get("answers"):
                 raise SystemExit(f"round {seed}: the two levels gave different tokens")
@@ -182,12 +195,12 @@ def share_of(pairs: list[tuple[float, float]]) -> float:
 
 def measure(engines: tuple[EngineProcess, EngineProcess], *, batch: int, pairs: int, tokens: int) -> dict[str, Any]:
     """The pairs of rounds of one batch size."""
-    round_of(engines, keyed=0, batch=batch, tokens=8, seed=0)
+    round_of(engines, higher=0, batch=batch, tokens=8, seed=0)
     found = []
     for pair in range(pairs):
         seeds = (1000 * batch + 2 * pair, 1000 * batch + 2 * pair + 1)
         first, second = (
-            round_of(engines, keyed=role, batch=batch, tokens=tokens, seed=seeds[role]) for role in (0, 1)
+            round_of(engines, higher=role, batch=batch, tokens=tokens, seed=seeds[role]) for role in (0, 1)
         )
         found.append((first, second))
     rng = random.Random(SEED)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from kvguard.fault_injection.engine.engine import Emitted, Engine, EngineConfig
+from kvguard.fault_injection.engine.engine import Engine, EngineConfig
 from kvguard.fault_injection.engine.kv_wire import PageBytes, Part, unpack
 from kvguard.fault_injection.engine.model import LlamaModel
 from kvguard.fault_injection.engine.scheduler import Request, Scheduler, Sequence
@@ -267,10 +267,7 @@ class DecodeEngine(Engine):
         # What was asked for, which is what the manifest must say.
         sequence.computed = len(sequence.request.prompt)
         sequence.published = incoming.shared
-        sequence.tokens.append(part.first_token)
-        if self.guard is not None and self.guard.wants_contents:
-            self.guard.add_tokens(sequence.id, [part.first_token])
-        self.outputs[sequence.id].tokens.append(Emitted(BEFORE_HERE, part.first_token))
+        self._emit(sequence, [part.first_token], BEFORE_HERE)
         if sequence.generated >= sequence.request.max_new_tokens:
             self._end(sequence, None)
         else:

@@ -328,14 +328,16 @@ class Engine:
         self.scheduler.counts.rejected_drafts += drafts - right
         if withheld or sequence.computed < len(sequence.tokens):
             return
-        new = sampled[: 1 + right]
-        sequence.tokens += new
-        if self.guard is not None and self.guard.wants_contents:
-            self.guard.add_tokens(sequence.id, new)
-        output = self.outputs[sequence.id]
-        output.tokens += [Emitted(self.step_index, token) for token in new]
+        self._emit(sequence, sampled[: 1 + right], self.step_index)
         if sequence.generated >= sequence.request.max_new_tokens:
             self._end(sequence, None)
+
+    def _emit(self, sequence: Sequence, tokens: list[int], step: int) -> None:
+        """The request goes on by these tokens, which the forward of `step` computed; client and guard are told."""
+        sequence.tokens += tokens
+        if self.guard is not None and self.guard.wants_contents:
+            self.guard.add_tokens(sequence.id, tokens)
+        self.outputs[sequence.id].tokens += [Emitted(step, token) for token in tokens]
 
     def _end(self, sequence: Sequence, error: str | None, foreign_pages: tuple[int, ...] = ()) -> None:
         self.scheduler.end(sequence, foreign_pages)

@@ -99,11 +99,15 @@ def engine_config(*, kv_dtype: str, page_size: int, tight: bool) -> EngineConfig
     )
 
 
+def pool_of(config: EngineConfig) -> PoolSpec:
+    """The engine's pool as a guard is told of it."""
+    return PoolSpec(num_pages=config.num_pages, page_size=config.page_size, null_page=NULL_PAGE)
+
+
 def make_guard(config: EngineConfig, *, proofs: str, backend: str, seed: int) -> PagedGuard:
     """The guard of a trial: default policy, replayable tags, and only the named proofs."""
-    pool = PoolSpec(num_pages=config.num_pages, page_size=config.page_size, null_page=NULL_PAGE)
     settings = GuardConfig.default(seed=seed)
-    return PagedGuard([pool], config=settings, backend=backend, proofs=PROOFS[proofs])
+    return PagedGuard([pool_of(config)], config=settings, backend=backend, proofs=PROOFS[proofs])
 
 
 class _Watch:

@@ -9,15 +9,13 @@ from functools import lru_cache
 from kvguard.adapters.generic import PagedGuard
 from kvguard.config import GuardConfig
 from kvguard.fault_injection.engine.engine import Engine, EngineConfig
-from kvguard.fault_injection.engine.pool import NULL_PAGE
 from kvguard.fault_injection.faults.keys import KEY_FAULTS, KeyFault
 from kvguard.fault_injection.key_plan import KEY_PROOFS
 from kvguard.fault_injection.key_traffic import TOKENS_MAX, UPDATE_STEP, key_traffic
 from kvguard.fault_injection.plan import CleanPlan, TrialPlan
 from kvguard.fault_injection.runs import PROOFS, Run
-from kvguard.fault_injection.targets.embedded_runs import engine_config, load_model, prompts_of, run_engine
+from kvguard.fault_injection.targets.embedded_runs import engine_config, load_model, pool_of, prompts_of, run_engine
 from kvguard.fault_injection.targets.key_watch import KeyWatch
-from kvguard.pools import PoolSpec
 
 __all__ = ["KeyRuns", "clean_runs", "key_config", "key_guard"]
 
@@ -32,9 +30,8 @@ def key_config(*, kv_dtype: str, page_size: int) -> EngineConfig:
 
 def key_guard(config: EngineConfig, *, proofs: str, backend: str, seed: int) -> PagedGuard:
     """A guard at level `keys` with default policy, replayable tags, and only the named proofs."""
-    pool = PoolSpec(num_pages=config.num_pages, page_size=config.page_size, null_page=NULL_PAGE)
     settings = GuardConfig.default(seed=seed, level="keys")
-    return PagedGuard([pool], config=settings, backend=backend, proofs=PROOFS[proofs])
+    return PagedGuard([pool_of(config)], config=settings, backend=backend, proofs=PROOFS[proofs])
 
 
 def _prepared(fault: type[KeyFault] | None, seed: int, *, update: bool) -> Callable[[Engine, Run], Callable[[], None]]:

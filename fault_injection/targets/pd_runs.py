@@ -22,7 +22,6 @@ from kvguard.fault_injection.engine.engine import Engine, EngineConfig
 from kvguard.fault_injection.engine.kv_cache import KVDtype
 from kvguard.fault_injection.engine.kv_wire import WireFormat
 from kvguard.fault_injection.engine.model import LlamaModel, WeightFormat
-from kvguard.fault_injection.engine.pool import NULL_PAGE
 from kvguard.fault_injection.engine.prefill import DECODE_WORKER, PrefillEngine
 from kvguard.fault_injection.engine.prefill_process import PrefillProcess
 from kvguard.fault_injection.engine.recall.tokenizer import decode
@@ -31,10 +30,9 @@ from kvguard.fault_injection.faults.pages import PAGE_FAULTS, Injection, PageFau
 from kvguard.fault_injection.faults.transfers import TRANSFER_FAULTS, TransferFault
 from kvguard.fault_injection.plan import CleanPlan, TrialPlan
 from kvguard.fault_injection.runs import MAX_STEPS, PROOFS, Run, first_step, guard_trouble
-from kvguard.fault_injection.targets.embedded_runs import engine_config, load_model, prompts_of
+from kvguard.fault_injection.targets.embedded_runs import engine_config, load_model, pool_of, prompts_of
 from kvguard.fault_injection.targets.prefill_decode import DecodeTarget, PrefillTarget
 from kvguard.fault_injection.traffic import Arrival, PromptMaker, drive, trial_traffic
-from kvguard.pools import PoolSpec
 from kvguard.transfer_manifest import TransferLink
 from kvguard.violation import Violation
 
@@ -137,7 +135,7 @@ class _Watch:
 
 
 def _guard(pool: str, config: EngineConfig, *, proofs: str, backend: str, seed: int) -> PagedGuard:
-    spec = PoolSpec(name=pool, num_pages=config.num_pages, page_size=config.page_size, null_page=NULL_PAGE)
+    spec = replace(pool_of(config), name=pool)
     return PagedGuard([spec], config=GuardConfig.default(seed=seed), backend=backend, proofs=PROOFS[proofs])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from kvguard.adapters.generic import PagedGuard
@@ -9,16 +10,15 @@ from kvguard.config import GuardConfig
 from kvguard.fault_injection.engine.engine import EngineConfig
 from kvguard.fault_injection.engine.kv_cache import KVDtype
 from kvguard.fault_injection.engine.model import LlamaModel, WeightFormat
-from kvguard.fault_injection.engine.pool import NULL_PAGE
 from kvguard.fault_injection.engine.window import WINDOW_POOL
 from kvguard.fault_injection.faults.writes import WRITE_FAULTS
 from kvguard.fault_injection.mixed_traffic import TOKENS_MAX, mixed_traffic
 from kvguard.fault_injection.plan import CleanPlan, TrialPlan
 from kvguard.fault_injection.runs import PROOFS, Run
-from kvguard.fault_injection.targets.embedded_runs import RECALL_FOLDER, prompts_of, run_engine
+from kvguard.fault_injection.targets.embedded_runs import RECALL_FOLDER, pool_of, prompts_of, run_engine
 from kvguard.pools import PoolSpec
 
-__all__ = ["WriteRuns", "clean_runs", "mixed_config", "mixed_guard", "windowed_model"]
+__all__ = ["WriteRuns", "clean_runs", "mixed_config", "mixed_guard", "mixed_pools", "windowed_model"]
 
 MODEL = "recall"
 WINDOW_TOKENS = 24
@@ -48,14 +48,16 @@ def mixed_config(*, kv_dtype: str, page_size: int, tight: bool) -> EngineConfig:
     )
 
 
+def mixed_pools(config: EngineConfig) -> list[PoolSpec]:
+    """The pool of whole layers and that of windowed ones."""
+    pool = pool_of(config)
+    return [pool, replace(pool, name=WINDOW_POOL)]
+
+
 def mixed_guard(config: EngineConfig, *, proofs: str, backend: str, seed: int) -> PagedGuard:
     """The guard of a trial: default policy, replayable tags, and only the named proofs."""
-    size, pages = config.page_size, config.num_pages
-    pools = [
-        PoolSpec(num_pages=pages, page_size=size, null_page=NULL_PAGE),
-        PoolSpec(name=WINDOW_POOL, num_pages=pages, page_size=size, null_page=NULL_PAGE),
-    ]
-    return PagedGuard(pools, config=GuardConfig.default(seed=seed), backend=backend, proofs=PROOFS[proofs])
+    settings = GuardConfig.default(seed=seed)
+    return PagedGuard(mixed_pools(config), config=settings, backend=backend, proofs=PROOFS[proofs])
 
 
 @lru_cache(maxsize=64)

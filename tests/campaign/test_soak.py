@@ -13,11 +13,9 @@ from kvguard.adapters.generic import PagedGuard
 from kvguard.config import GuardConfig
 from kvguard.content_calls import ContentCalls
 from kvguard.fault_injection.engine.engine import Engine
-from kvguard.fault_injection.engine.pool import NULL_PAGE
-from kvguard.fault_injection.targets.embedded_runs import engine_config, load_model
+from kvguard.fault_injection.targets.embedded_runs import engine_config, load_model, pool_of
 from kvguard.fault_injection.traffic import endless_traffic
 from kvguard.guard import Guard
-from kvguard.pools import PoolSpec
 from kvguard.violation import Kind
 from tests.soaking import assert_found_nothing
 
@@ -36,8 +34,7 @@ def test_a_soak_of_healthy_traffic_is_clean_and_changes_no_token(level: str) -> 
     model = load_model("recall", "fp32")
     config = replace(engine_config(kv_dtype="fp32", page_size=8, tight=True), external_store=True)
     # As in production: what runs follows from the level.
-    pool = PoolSpec(num_pages=config.num_pages, page_size=config.page_size, null_page=NULL_PAGE)
-    guard = PagedGuard([pool], config=GuardConfig.default(seed=seed, level=level), backend="torch")
+    guard = PagedGuard([pool_of(config)], config=GuardConfig.default(seed=seed, level=level), backend="torch")
     plain, guarded = Engine(model, config), Engine(model, config, guard)
     traffic = endless_traffic(seed)
     compared = 0

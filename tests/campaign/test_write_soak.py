@@ -11,13 +11,10 @@ import torch
 from kvguard.adapters.generic import PagedGuard
 from kvguard.config import GuardConfig
 from kvguard.fault_injection.engine.engine import Engine
-from kvguard.fault_injection.engine.pool import NULL_PAGE
-from kvguard.fault_injection.engine.window import WINDOW_POOL
 from kvguard.fault_injection.judging import WRITER_COUNTS
 from kvguard.fault_injection.mixed_traffic import TENANTS
-from kvguard.fault_injection.targets.write_runs import mixed_config, windowed_model
+from kvguard.fault_injection.targets.write_runs import mixed_config, mixed_pools, windowed_model
 from kvguard.fault_injection.traffic import endless_traffic
-from kvguard.pools import PoolSpec
 from tests.soaking import assert_found_nothing
 
 SOAKS = [(1, "keys", 1_500), (16, "keys", 4_000), (16, "tags", 400)]
@@ -33,9 +30,8 @@ def test_it_is_clean_and_changes_no_token(page_size: int, level: str, steps: int
     print(f"soak seed {seed} (KVGUARD_TEST_SEED)")
     model, config = windowed_model("fp32"), mixed_config(kv_dtype="fp32", page_size=page_size, tight=True)
     # As in production: what runs follows from the level.
-    pool = PoolSpec(num_pages=config.num_pages, page_size=page_size, null_page=NULL_PAGE)
     settings = GuardConfig.default(seed=seed, level=level)
-    guard = PagedGuard([pool, replace(pool, name=WINDOW_POOL)], config=settings, backend="torch")
+    guard = PagedGuard(mixed_pools(config), config=settings, backend="torch")
     plain, guarded = Engine(model, config), Engine(model, config, guard)
     traffic = endless_traffic(seed)
     for step in range(steps):

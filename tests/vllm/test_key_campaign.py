@@ -135,8 +135,8 @@ def test_a_small_campaign_proves_what_it_tries(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_campaign_over_all_set_ups_proves_everything(tmp_path: Path) -> None:
     """Every fault, and every set-up of vLLM: it is refused and harms nobody, and nothing healthy is flagged."""
-    data = campaign("--fault", "keys", "--trials", "18", "--clean-runs", "6", cwd=tmp_path)
-    assert data["trials"] >= 18 and data["clean_runs"] >= 6
+    data = campaign("--fault", "keys", "--trials", "36", "--clean-runs", "10", cwd=tmp_path)
+    assert data["trials"] >= 36 and data["clean_runs"] >= 10
     assert {name: data[name] for name in ZEROS} == dict.fromkeys(ZEROS, 0)
     assert data["detected"] == data["trials"] and data["potent"] >= 0.75 * data["trials"]
     assert all(count > 0 for count in data["clean_runs_contained"].values())
