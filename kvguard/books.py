@@ -23,6 +23,11 @@ from kvguard.tags import TagCounter, draw_digest_key
 from kvguard.telemetry import Counters, emit
 from kvguard.violation import Action, Kind, Proof, Violation
 
+try:
+    from kvguard._onward import keep_promises
+except ImportError:  # No C compiler when kvguard was installed.
+    keep_promises: Callable[..., int] | None = None  # type: ignore[no-redef]
+
 if TYPE_CHECKING:
     from kvguard.batch import Batch, PendingStep
     from kvguard.content_calls import ContentBinding
@@ -75,6 +80,7 @@ class Books:
         self.checks_tags = Proof.TAG in proofs
         self.checks_writes = Proof.WRITE_SLOT in proofs
         self.checks_device = self.checks_tags or self.checks_writes
+        self.checks_contents = Proof.CONTENT_KEY in proofs
         self.page_size_max = max((spec.page_size for spec in pools if spec.page_size), default=1)
         self.key = draw_digest_key(config.seed)
         shared = config.content_key_secret
@@ -200,6 +206,14 @@ class Books:
         if promise.kept is None:
             promise.kept = kept
             self.tables[self.pool_index[promise.pool]].settle(promise)
+
+    def settle_verified(self, promises: list[tuple[int, Promise]]) -> None:
+        """Every row of the step that keeps these promises, (row, promise) each, was verified."""
+        done = 0
+        if keep_promises is not None and len(self.tables) == 1:
+            done = keep_promises(self.tables[0], promises)
+        for _, promise in promises[done:]:
+            self.settle(promise, kept=not promise.writer.stalled)
 
     def release_all(self, state: RequestState) -> None:
         """Forget what the request holds in every pool; its pages stay as they are."""

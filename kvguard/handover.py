@@ -117,7 +117,8 @@ class PageHandover(ContentCalls):
     def may_hand_out(self, pages: Sequence[int], *, pool: str | None = None) -> bool:
         """Whether nothing stands against handing out these pages: `vet` would refuse none. Reports nothing."""
         books = self._books
-        return not books.quarantine and books.tables[books.index(pool)].may_be_handed_out(pages)
+        table = books.tables[0 if pool is None else books.index(pool)]
+        return not books.quarantine and table.may_be_handed_out(pages)
 
     def vet(self, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
         """Which of these pages may not be handed out: still held, in quarantine, the null page, outside the pool.

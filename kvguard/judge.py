@@ -99,8 +99,8 @@ def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgem
             pending.suspects.setdefault(row, never_ran(promise))
     if not (flagged or pending.suspects or pending.condemned or padding):
         _confirm(books, pending, None)
-        for _, promise in pending.promises:
-            books.settle(promise, kept=not promise.writer.stalled)
+        if pending.promises:
+            books.settle_verified(pending.promises)
         return Judgement(step=pending.step)
     of_padding = [describe_padding(books, pending, writes, pool) for pool in padding if writes is not None]
     judgement = _judge_flagged(books, pending, verdicts, sorted({*flagged, *pending.suspects}))

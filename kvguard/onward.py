@@ -7,18 +7,35 @@ way will do.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from operator import sub
+from collections.abc import Callable, Hashable, Sequence
+from itertools import compress, count
+from operator import ne, sub
+from typing import Any
 
 import numpy as np
 
 from kvguard.batch import Again, Batch, PendingStep
 from kvguard.books import Books, page_ids
-from kvguard.messages import StepDelta
+from kvguard.messages import Int64, StepDelta
 from kvguard.packing import plain_sections, with_changes
-from kvguard.page_table import Promise
+from kvguard.page_table import PageRecord, Promise
 from kvguard.requests import DIGEST, FIELDS, FLOOR, STOP, UNBOUNDED, RequestState
-from kvguard.violation import Proof
+
+try:
+    from kvguard._onward import advance, grown_by_one
+except ImportError:  # No C compiler when kvguard was installed.
+    advance: Callable[..., Any] | None = None  # type: ignore[no-redef]
+
+    def grown_by_one(names: list[str], lists: dict[str, list[Any]], counts: list[int]) -> list[tuple[int, Any]] | None:
+        """(place, last element) for each of `names` whose list is one longer than `counts` says at that place.
+
+        None where one has changed in another way.
+        """
+        lengths = list(map(len, map(lists.__getitem__, names)))
+        places = list(compress(count(), map(ne, lengths, counts)))
+        if any(lengths[place] != counts[place] + 1 for place in places):
+            return None
+        return [(place, lists[names[place]][-1]) for place in places]
 
 
 def repeat_step(books: Books, step: int, tokens: int) -> tuple[StepDelta, PendingStep] | None:
@@ -54,9 +71,13 @@ def continue_step(
     if again.rooms is None:
         _look_for_room(books, batch, again)
     size, rooms = books.tables[0].spec.page_size, again.rooms
-    if size is None or rooms is None or not again.distinct or Proof.CONTENT_KEY in books.proofs:
+    if size is None or rooms is None or not again.distinct or books.checks_contents:
         return None
     further = again.further + tokens
+    if advance is not None:
+        made = _advanced(books, batch, again, step, grown, published, size, further)
+        if made is not None:
+            return made
     taken = _pages_to_take(books, batch, again, grown, size)
     publications = _publications_to_make(books, batch, again, published, size, further)
     if taken is None or publications is None:
@@ -77,6 +98,35 @@ def continue_step(
             promise.step = step_that_writes.step
             step_that_writes.promises.append((row, promise))
     return delta, pending
+
+
+def _advanced(
+    books: Books,
+    batch: Batch,
+    again: Again,
+    step: int,
+    grown: Sequence[tuple[int, int]],
+    published: Sequence[tuple[int, int, Hashable]],
+    size: int,
+    further: int,
+) -> tuple[StepDelta, PendingStep] | None:
+    """What `continue_step` comes to, in C (`kvguard/_onward.c`); None, with nothing changed, in all but the usual case."""
+    body, taken, packed = batch.body, len(grown), None
+    assert body is not None and advance is not None
+    if taken:
+        packed = np.empty(len(body) + 3 * taken, np.int64)
+    pending = PendingStep(step, batch, again.ends, again.enforce, books.tags.upcoming + taken, further)
+    table = books.tables[0]
+    done = advance(
+        books, table, batch, again, list(grown), list(published), size, further, pending, packed, PageRecord, Promise
+    )
+    if done is NotImplemented:
+        return None
+    if packed is None:
+        return StepDelta(step, batch.requests, again.enforce, body, batch.sections, True), pending
+    if table.writers:
+        table.writers = {}
+    return _message(books, batch, step, packed, taken, again.enforce), pending
 
 
 def _unchanged(books: Books, batch: Batch | None) -> Again | None:
@@ -198,10 +248,18 @@ def _take(books: Books, batch: Batch, step: int, taken: list[_Taken], size: int,
         if floors is not None:
             floors[row] = floor
     table.changes, table.writers = {}, {}
-    packed.flags.writeable = False
-    batch.body = packed[:words]
     if stop_max != batch.columns[0]:
         batch.columns = [stop_max]
+    return _message(books, batch, step, packed, count, enforce)
+
+
+def _message(
+    books: Books, batch: Batch, step: int, packed: Int64, count: int, enforce: bool
+) -> StepDelta:
+    """The message of a step that takes `count` pages: `packed` is the batch's new body, then its tag changes."""
+    words = len(packed) - 3 * count
+    packed.flags.writeable = False
+    batch.body = packed[:words]
     plain, kept = plain_sections(books, batch), batch.sections_with
     if kept is None or kept[0] is not plain or kept[1] != count:
         kept = batch.sections_with = plain, count, with_changes(plain, words, [count])

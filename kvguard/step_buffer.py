@@ -64,7 +64,6 @@ class StepBuffer:
         self._host: Int64 = np.zeros(0, np.int64)
         self._views: dict[Span, Any] = {}
         self._packed: Any = None
-        self._sent = b""
         self._row_spans: list[Span] = []
         self._rows: list[int] | None = None
         self._rows_distinct = False
@@ -77,23 +76,16 @@ class StepBuffer:
         """
         packed, same_rows = delta.packed, self._rows == table_rows
         row_spans = [section.table_row for section in delta.sections]
-        if same_rows and self._row_spans == row_spans:
-            if self._packed is packed:
-                # In one process a step that says the same is made of the very same array.
-                return
-            sent = packed.tobytes()
-            if self._sent.startswith(sent):
-                # The step after one with tag changes says what that one said, without them.
-                self._packed = packed
-                return
-        else:
-            sent = packed.tobytes()
+        if same_rows and self._row_spans == row_spans and self._says_that(packed):
+            # Once the arrays were sent it is seen at a glance.
+            self._packed = packed
+            return
         words = len(packed)
         if words > len(self._host):
             self._device, self._host = self._arrays.buffer(2 * words)
             self._views.clear()
         # A failure half way must not leave an earlier step's arrays for this one's.
-        self._packed, self._sent = None, b""
+        self._packed = None
         self._host[:words] = packed
         if table_rows is not None:
             if not same_rows:
@@ -106,7 +98,30 @@ class StepBuffer:
         if not same_rows:
             # A copy: the caller may change its own list in place.
             self._rows = None if table_rows is None else list(table_rows)
-        self._packed, self._sent, self._row_spans = packed, sent, row_spans
+        self._packed, self._row_spans = packed, row_spans
+
+    def load_further(self, packed: Int64) -> bool:
+        """`load` of another step of the same requests in the same table rows, whose arrays lie where those of the last do.
+
+        False, with nothing sent, where they need a larger buffer, or rows are shared: `load` it.
+        """
+        words = len(packed)
+        if words > len(self._host) or self._rows is None or not self._rows_distinct or self._packed is None:
+            return False
+        self._packed = None
+        host = self._host
+        host[:words] = packed
+        for start, stop in self._row_spans:
+            host[start:stop] = self._rows_array
+        self._arrays.send(self._device, host, words)
+        self._packed = packed
+        return True
+
+    def _says_that(self, packed: Int64) -> bool:
+        """Whether the arrays that were sent last begin with what these say: a step with tag changes ends with those."""
+        sent = self._packed
+        # In one process a step that says the same is made of the very same array.
+        return sent is packed or (sent is not None and bool(sent[: len(packed)].tobytes() == packed.tobytes()))
 
     @property
     def memory(self) -> Any:

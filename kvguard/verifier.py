@@ -139,13 +139,7 @@ class Verifier:
         buffer = self._buffer
         buffer.load(delta, table_rows)
         self._step = delta.step
-        for section in delta.sections:
-            if section.tag_pages[0] != section.tag_pages[1]:
-                pages, values = buffer.view(section.tag_pages), buffer.view(section.tag_values)
-                scatter_tags(page_tag=self._tags[section.pool], pages=pages, tags=values)
-                if setup.check_writes:
-                    words = buffer.view(section.tag_writers)
-                    scatter_tags(page_tag=self._writers[section.pool], pages=pages, tags=words)
+        self._change_tags(delta.sections)
         if not checks:
             return PendingVerdicts(step=delta.step, record=None)
         arrays = [buffer.memory, *accepted]
@@ -183,6 +177,39 @@ class Verifier:
             return PendingVerdicts(delta.step, record, evidence, None, reads)
         assert self._launches is not None
         return self._launch(delta.step, self._launches[2])
+
+    def check_further(self, delta: StepDelta) -> PendingVerdicts | None:
+        """`check` of a delta whose rows are those of the last one, given the inputs and table rows that it was given.
+
+        Its rows may have other digests, extents and floors, and tags may have changed. The caller has seen to the inputs
+        and the requests. None, and nothing was done, where it needs a closer look: call `check`.
+        """
+        launches, buffer = self._launches, self._buffer
+        if self._fused is not None or launches is None or not self._checked or delta.step != self._step + 1:
+            return None
+        _, _, enforce, *tails = launches[1]
+        sections = delta.sections
+        if enforce is not delta.enforce or [section[AFTER_CHANGES:] for section in sections] != tails:
+            return None
+        # Never the last step's verdicts once more, should this one fail half way.
+        self._checked = False
+        if not buffer.load_further(delta.packed):
+            self._checked = True
+            return None
+        self._step = delta.step
+        self._change_tags(sections)
+        self._checked = True
+        return self._launch(delta.step, launches[2])
+
+    def _change_tags(self, sections: tuple[PoolSection, ...]) -> None:
+        """What changes of the mirrors before the step is checked; the step's arrays are loaded."""
+        view, writes = self._buffer.view, self._setup.check_writes
+        for section in sections:
+            if section.tag_pages[0] != section.tag_pages[1]:
+                pool, pages = section.pool, view(section.tag_pages)
+                scatter_tags(page_tag=self._tags[pool], pages=pages, tags=view(section.tag_values))
+                if writes:
+                    scatter_tags(page_tag=self._writers[pool], pages=pages, tags=view(section.tag_writers))
 
     def _launch(self, step: int, launches: list[_Launch]) -> PendingVerdicts:
         _, shapes, reads, *_ = launches[0]

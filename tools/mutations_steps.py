@@ -46,7 +46,7 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("again: how far the last step went", AGAIN, "    again.further = further\n", ""),
         ("onward: other pools", ONWARD, " or len(books.tables) != 1 or", " or"),
         ("onward: pages in quarantine", ONWARD, " or books.quarantine:", ":"),
-        ("onward: contents that are compared", ONWARD, " or Proof.CONTENT_KEY in books.proofs:", ":"),
+        ("onward: contents that are compared", ONWARD, " or books.checks_contents:", ":"),
         ("onward: requests that are listed twice", ONWARD, " or not again.distinct or", " or"),
         ("onward: the room of rows that grew", ONWARD, "        rooms[row] = room\n", "        pass\n"),
         ("onward: rows that need a page and get none", ONWARD, "    if further > room:\n        return None\n", ""),

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from kvguard.adapters.vllm.contents import RequestContents
 from kvguard.guard import Guard
 from kvguard.messages import StepDelta
+from kvguard.onward import grown_by_one
 from kvguard.pools import GuardSetup, PoolSpec
 
 _COMPUTED_TOKENS = attrgetter("num_computed_tokens")
@@ -105,8 +106,11 @@ class BlockBooks:
         """Blocks left the free queue. One that a request still holds is left to it, and another is drawn."""
         pages = [block.block_id for block in blocks]
         if len(self._groups) == 1 and self.guard.may_hand_out(pages):
-            known = [page for page in pages if self._group_of.pop(page, None) is not None]
+            group_of = self._group_of
+            known = [page for page in pages if page in group_of]
             if known:
+                for page in known:
+                    del group_of[page]
                 self.guard.retire(known)
             self._fresh.update(pages)
             return blocks
@@ -226,16 +230,14 @@ class BlockBooks:
         """
         if len(self._groups) != 1 or self._contents is not None:
             return None
-        (blocks_of,), (known,), fresh = self._blocks_of, self._counts, self._fresh
-        counts = list(map(len, map(blocks_of.__getitem__, names)))
-        grown = []
-        for row in compress(count(), map(ne, counts, known)):
-            page = blocks_of[names[row]][-1].block_id
-            if counts[row] != known[row] + 1 or page not in fresh:
-                return None
-            grown.append((row, page))
-        if len(grown) != len(fresh):
+        (blocks_of,), (counts,), fresh = self._blocks_of, self._counts, self._fresh
+        crossed = grown_by_one(names, blocks_of, counts)
+        if crossed is None or len(crossed) != len(fresh):
             return None
+        grown = [(row, block.block_id) for row, block in crossed]
+        for _, page in grown:
+            if page not in fresh:
+                return None
         published = []
         for name, entries in self._published.items():
             _, column, key, block, _ = entries[0]
@@ -247,7 +249,7 @@ class BlockBooks:
             for row, page in grown:
                 self._group_of[page] = 0
                 self._columns[names[row]][0] += 1
-            self._counts = [counts]
+                counts[row] += 1
             fresh.clear()
             self._forget_pass()
         return delta

@@ -18,7 +18,11 @@ from kvguard.verifier import PendingVerdicts, record_rows
 
 
 class RankVerdicts:
-    """The verdicts of all tensor parallel ranks as one. `answers`: whether vLLM returns this rank's output."""
+    """The verdicts of all tensor parallel ranks as one.
+
+    answers       whether vLLM returns this rank's output
+    here_already  there is no other rank, and what this one finds is in host memory: nothing is left to be done with it
+    """
 
     def __init__(self, device: Any, setup: GuardSetup) -> None:
         from vllm.distributed import get_tp_group
@@ -28,6 +32,7 @@ class RankVerdicts:
         self._world = int(group.world_size)
         self._group = group.device_group
         self.answers = int(group.rank_in_group) == 0
+        self.here_already = self._world == 1 and torch.device(device).type == "cpu"
 
     def combine(self, pending: PendingVerdicts | None, delta: StepDelta) -> PendingVerdicts | None:
         """Replace a step's record by the worst of all ranks; `pending` is None where this rank's guard failed."""

@@ -112,13 +112,16 @@ class WorkerSide:
             pending = self._check(payload, *self._look_at(*prepared))
             self._last = self._look(*prepared)
             return pending
-        again = verifier.check_again(delta) if delta.again else None
-        if again is not None:
-            pending = again
+        pending = None
+        if delta.again:
+            pending = verifier.check_again(delta)
         elif delta.requests == self._requests:
-            pending = verifier.check(delta, self._inputs, table_rows=self._rows)
-        else:
-            pending = self._check(payload, *self._look_at(*prepared))
+            pending = verifier.check_further(delta)
+        if pending is None:
+            if delta.requests == self._requests:
+                pending = verifier.check(delta, self._inputs, table_rows=self._rows)
+            else:
+                pending = self._check(payload, *self._look_at(*prepared))
         self._last = last
         return pending
 
@@ -130,6 +133,8 @@ class WorkerSide:
         if self._ranks is None:
             assert self._setup is not None
             self._ranks = RankVerdicts(self._runner.device, self._setup)
+        if self._ranks.here_already:
+            return pending
         combined = self._ranks.combine(pending, payload.delta)
         return None if combined is None else combined.depart()
 

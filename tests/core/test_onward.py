@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import kvguard.onward as onward_module
 from kvguard.content_key import ContentDomain
 from kvguard.guard import Guard
 from kvguard.messages import StepDelta
@@ -20,6 +21,27 @@ from tests.core.twins import Twins, said
 
 SIZE = 4
 POOL = PoolSpec(name="main", num_pages=48, page_size=SIZE, null_page=0)
+
+
+IN_C = onward_module.advance
+"""None where kvguard was installed without a C compiler; tests/house/test_native.py says whether it should be there."""
+
+
+@pytest.fixture(autouse=True, params=["python", "c"] if IN_C is not None else ["python"])
+def made_in_c(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[bool] | None:
+    """Everything below holds with the inner half in Python and in C. For each call of the latter: was it the usual case?"""
+    if IN_C is None or request.param == "python":
+        monkeypatch.setattr(onward_module, "advance", None)
+        return None
+    advance, made = IN_C, list[bool]()
+
+    def noted(*args: Any) -> Any:
+        done = advance(*args)
+        made.append(done is not NotImplemented)
+        return done
+
+    monkeypatch.setattr(onward_module, "advance", noted)
+    return made
 
 
 def changes(delta: StepDelta) -> set[tuple[int, int, int]]:
@@ -106,7 +128,7 @@ class DecodingTwins(Twins):
             guard.publish(names[row], column, key)
 
 
-def test_onward_is_what_the_calls_one_by_one_come_to() -> None:
+def test_onward_is_what_the_calls_one_by_one_come_to(made_in_c: list[bool] | None) -> None:
     """Random decode: the same deltas, books, histories, judgements and counters, and many steps were made in a call."""
     made = 0
     calls = ["step"] * 14 + ["judge"] * 13 + ["start", "start", "finish", "publish", "rewind", "compare"]
@@ -124,6 +146,7 @@ def test_onward_is_what_the_calls_one_by_one_come_to() -> None:
 
     run()
     assert made > 300
+    assert made_in_c is None or sum(made_in_c) > made
 
 
 def decoding(**options: Any) -> Rig:
@@ -146,7 +169,7 @@ def onward(rig: Rig, grown: list[tuple[int, int]], published: Any = ()) -> StepD
     return delta
 
 
-def test_a_page_is_taken_checked_and_given_back() -> None:
+def test_a_page_is_taken_checked_and_given_back(made_in_c: list[bool] | None) -> None:
     """The tag change reaches the device before the check, and the page is held as any other."""
     rig = decoding()
     delta = onward(rig, [(0, 5)])
@@ -156,6 +179,7 @@ def test_a_page_is_taken_checked_and_given_back() -> None:
     again = rig.guard.step_again()
     assert again is not None and rig.judge(rig.check(again)).clean
     assert rig.guard.allocate("b", [5]) == [], "it is a's"
+    assert made_in_c in (None, [True])
 
 
 def test_a_page_that_nobody_told_the_books_of_is_found() -> None:
@@ -167,7 +191,7 @@ def test_a_page_that_nobody_told_the_books_of_is_found() -> None:
     assert aborted(rig.judge(rig.check(delta))) == {"a"}
 
 
-def test_a_page_published_by_the_step_that_fills_it_is_kept_by_its_verdict() -> None:
+def test_a_page_published_by_the_step_that_fills_it_is_kept_by_its_verdict(made_in_c: list[bool] | None) -> None:
     """Promised until the step is judged; revoked where the step is flagged."""
     for flagged in (False, True):
         rig = decoding()
@@ -180,9 +204,10 @@ def test_a_page_published_by_the_step_that_fills_it_is_kept_by_its_verdict() -> 
             flag(rig, "b")
         assert aborted(rig.judge(rig.check(delta))) == ({"b"} if flagged else set())
         assert rig.guard.page_state(4) == ("allocated" if flagged else "complete")
+    assert made_in_c in (None, [True] * 4)
 
 
-def test_a_page_that_an_earlier_step_filled_is_kept_by_that_one_or_complete() -> None:
+def test_a_page_that_an_earlier_step_filled_is_kept_by_that_one_or_complete(made_in_c: list[bool] | None) -> None:
     """With steps in flight its last token is known late: the step that wrote it answers for it."""
     rig = decoding()
     first = onward(rig, [(0, 5)], [(0, 1, "whole")])
@@ -197,6 +222,7 @@ def test_a_page_that_an_earlier_step_filled_is_kept_by_that_one_or_complete() ->
         assert rig.judge(found).clean
         states.append(rig.guard.page_state(4))
     assert states == ["promised", "promised", "complete", "complete"]
+    assert made_in_c in (None, [True] * 2)
 
 
 def _stall(rig: Rig) -> None:

@@ -90,7 +90,8 @@ class Decode:
         pages = {name: guard.pages(name) for name in ("a", "b")}
         states = {page: str(guard.page_state(page)) for page in range(1, 12)}
         known = (dict(books._group_of), {name: list(columns) for name, columns in books._columns.items()})
-        return pages, states, known, books._counts, set(books._fresh), dict(books._published), dict(books._key_in_pass)
+        noted = set(books._fresh), dict(books._published), dict(books._key_in_pass)
+        return pages, states, known, [list(counts) for counts in books._counts], *noted
 
 
 def both_cross(decode: Decode) -> None:

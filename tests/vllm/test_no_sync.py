@@ -37,6 +37,7 @@ class TwoRanks:
     """In the place of RankVerdicts: two ranks with the same verdicts, no group."""
 
     answers = True
+    here_already = False
 
     def __init__(self, device: Any, setup: Any) -> None:
         pass

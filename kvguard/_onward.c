@@ -1,0 +1,557 @@
+/* The inner half of kvguard.onward: decode in which pages are crossed, for the usual case.
+
+   `advance` comes to what `_pages_to_take`, `_publications_to_make` and `_take` of kvguard/onward.py come to, on the
+   same Python objects. It looks at everything before it changes anything; what is not the usual case is answered with
+   NotImplemented, and then nothing has changed and the Python way decides. */
+
+#include "_onward.h"
+
+#define UNBOUNDED ((int64_t)1 << 62)
+
+/* As in kvguard/requests.py. */
+enum { DIGEST = 0, STOP = 2, FIELDS = 3, FLOOR = 1, OF_REQUEST = 2 };
+
+/* As in kvguard/kernels/mixing.py. */
+static uint64_t mix(uint64_t key, uint64_t column, uint64_t tag)
+{
+    uint64_t x = (tag * 0x9E3779B97F4A7C15u) ^ (column * 0xD1342543DE82EF95u + key);
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+/* A page that a row goes on to. References are borrowed from `Work.references` or from the lists that were given. */
+typedef struct {
+    int64_t row, page, floor, room, stop, slot, writer;
+    uint64_t digest;
+    PyObject *page_number, *record, *state, *ledger, *pages, *tags, *extent;
+} Taken;
+
+/* A page that is published: already complete, or promised by the row `kept_row` of the step `kept_by`. */
+typedef struct {
+    int64_t row, page, need;
+    int complete;
+    PyObject *page_number, *tag, *record, *state, *key, *kept_by, *kept_row;
+} Publication;
+
+/* One call: what it was given, what it found, and the references it holds until it ends. */
+typedef struct {
+    PyObject *books, *table, *batch, *again, *records;
+    PyObject *states, *ends, *capacities, *rooms;
+    int64_t size, num_pages, null_page, before, further;
+    int floors_known;
+    Taken taken[MOST];
+    Publication published[MOST];
+    Py_ssize_t takes, publishes;
+    Recorder recorder;
+    References references;
+} Work;
+
+static PyObject *own(Work *work, PyObject *found)
+{
+    return keep(&work->references, found);
+}
+
+static PyObject *get(Work *work, PyObject *owner, PyObject *name)
+{
+    return look(&work->references, owner, name);
+}
+
+/* -- looking: 1 for the usual case, 0 for anything else, an exception included ------------------------------------- */
+
+/* What all rows have in common. */
+static int survey(Work *work)
+{
+    PyObject *spec = get(work, work->table, s_spec), *null_page = get(work, spec, s_null_page);
+    work->records = get(work, work->table, s__records);
+    work->states = get(work, work->batch, s_states);
+    work->ends = get(work, work->again, s_ends);
+    work->capacities = get(work, work->batch, s_capacities);
+    work->rooms = get(work, work->again, s_rooms);
+    PyObject *floors_known = get(work, work->again, s_floors_known);
+    work->null_page = -1;
+    if (floors_known == NULL || !small_of(spec, s_num_pages, &work->num_pages))
+        return 0;
+    if (null_page != Py_None && !small(null_page, &work->null_page))
+        return 0;
+    if (!list_of(work->states, -1) || work->records == NULL || !PyDict_CheckExact(work->records))
+        return 0;
+    Py_ssize_t rows = PyList_Size(work->states);
+    if (work->ends == NULL || !PyTuple_CheckExact(work->ends) || PyTuple_Size(work->ends) != rows)
+        return 0;
+    if (!list_of(work->rooms, rows) || (work->capacities != Py_None && !list_of(work->capacities, rows)))
+        return 0;
+    work->floors_known = floors_known == Py_True;
+    return rows <= LARGEST && find_recorder(&work->references, work->table, &work->recorder);
+}
+
+/* The state, the only ledger and its lists of pages and tags of one row. */
+static int look_at_row(Work *work, int64_t row, PyObject **state, PyObject **ledger, PyObject **pages, PyObject **tags)
+{
+    if (row >= PyList_Size(work->states))
+        return 0;
+    *state = PyList_GetItem(work->states, (Py_ssize_t)row);
+    PyObject *ledgers = get(work, *state, s_ledgers);
+    if (ledgers == NULL || !PyTuple_CheckExact(ledgers) || PyTuple_Size(ledgers) != 1)
+        return 0;
+    *ledger = PyTuple_GetItem(ledgers, 0);
+    *pages = get(work, *ledger, s__pages);
+    *tags = get(work, *ledger, s__tags);
+    return list_of(*pages, -1) && list_of(*tags, PyList_Size(*pages)) && PyList_Size(*pages) <= LARGEST;
+}
+
+/* The record of a page, borrowed; NULL where there is none. */
+static PyObject *record_of(Work *work, PyObject *page)
+{
+    PyObject *record = PyDict_GetItemWithError(work->records, page);
+    return record == NULL ? NULL : own(work, Py_NewRef(record));
+}
+
+static int look_at_taken(Work *work, PyObject *grown)
+{
+    Taken *take = &work->taken[work->takes];
+    int64_t end, summed, last;
+    if (!PyTuple_CheckExact(grown) || PyTuple_Size(grown) != 2)
+        return 0;
+    take->page_number = PyTuple_GetItem(grown, 1);
+    if (!small(PyTuple_GetItem(grown, 0), &take->row) || !small(take->page_number, &take->page))
+        return 0;
+    if (take->page >= work->num_pages || take->page == work->null_page)
+        return 0;
+    for (Py_ssize_t other = 0; other < work->takes; other++)
+        if (work->taken[other].row == take->row || work->taken[other].page == take->page)
+            return 0;
+    take->record = record_of(work, take->page_number);
+    if (take->record != NULL) {
+        PyObject *holders = get(work, take->record, s_holders);
+        if (holders == NULL || PySet_Size(holders) != 0 || !is(take->record, s_promise, Py_None))
+            return 0;
+    }
+    if (PyErr_Occurred() || !look_at_row(work, take->row, &take->state, &take->ledger, &take->pages, &take->tags))
+        return 0;
+    PyObject *extents = get(work, take->ledger, s__extents);
+    Py_ssize_t columns = PyList_Size(take->pages);
+    if (!list_of(extents, 1) || !list_of(take->extent = PyList_GetItem(extents, 0), 2))
+        return 0;
+    if (!small(PyList_GetItem(take->extent, 1), &last) || last != columns)
+        return 0;
+    /* Terms that were not summed yet are Python's business. */
+    if (!small_of(take->ledger, s__summed, &summed) || summed != columns)
+        return 0;
+    PyObject *digest = get(work, take->ledger, s__digest);
+    take->digest = digest == NULL ? 0 : PyLong_AsUnsignedLongLong(digest);
+    if (PyErr_Occurred() || !small(PyTuple_GetItem(work->ends, (Py_ssize_t)take->row), &end))
+        return 0;
+    if (!small_of(take->state, s_floor, &take->floor) || !small_of(take->state, s_slot, &take->slot) ||
+        !whole_of(take->state, s_writer, &take->writer))
+        return 0;
+    take->stop = columns + 1;
+    take->room = UNBOUNDED;
+    if (work->capacities != Py_None)
+        take->room = take->stop * work->size - end;
+    if (work->floors_known) {
+        /* It starts to write where the last step ended. */
+        int64_t start = end + work->before, room;
+        take->floor = start - start % work->size;
+        room = take->floor + work->size - end;
+        take->room = room < take->room ? room : take->room;
+    }
+    work->takes++;
+    return 1;
+}
+
+/* A page that an earlier step has filled, or will have: complete, or a promise of that step. */
+static int look_for_keeper(Work *work, Publication *one)
+{
+    int64_t computed;
+    PyObject *written = PyObject_CallMethodObjArgs(work->books, s_write_progress, NULL);
+    Py_XDECREF(written);
+    if (written == NULL || !small_of(one->state, s_computed, &computed))
+        return 0;
+    if (one->need <= computed)
+        return one->complete = 1;
+    PyObject *need = own(work, PyLong_FromLongLong(one->need));
+    if (need == NULL)
+        return 0;
+    PyObject *keeper = own(work, PyObject_CallMethodObjArgs(work->books, s_writing_step, one->state, need, NULL));
+    if (keeper == NULL || !PyTuple_CheckExact(keeper) || PyTuple_Size(keeper) != 2)
+        return 0;
+    one->kept_by = PyTuple_GetItem(keeper, 0);
+    one->kept_row = PyTuple_GetItem(keeper, 1);
+    return 1;
+}
+
+static int look_at_publication(Work *work, PyObject *published)
+{
+    Publication *one = &work->published[work->publishes];
+    PyObject *ledger, *pages, *tags;
+    int64_t column, tag, found, end;
+    if (!PyTuple_CheckExact(published) || PyTuple_Size(published) != 3)
+        return 0;
+    one->kept_by = one->kept_row = NULL;
+    one->complete = 0;
+    one->key = PyTuple_GetItem(published, 2);
+    if (!small(PyTuple_GetItem(published, 0), &one->row) || !small(PyTuple_GetItem(published, 1), &column))
+        return 0;
+    if (!look_at_row(work, one->row, &one->state, &ledger, &pages, &tags) || column >= PyList_Size(pages))
+        return 0;
+    one->page_number = PyList_GetItem(pages, (Py_ssize_t)column);
+    one->tag = PyList_GetItem(tags, (Py_ssize_t)column);
+    if (!small(one->page_number, &one->page) || one->page >= work->num_pages || one->page == work->null_page)
+        return 0;
+    for (Py_ssize_t other = 0; other < work->publishes; other++)
+        if (work->published[other].page == one->page)
+            return 0;
+    one->record = record_of(work, one->page_number);
+    if (one->record == NULL || !whole(one->tag, &tag) || tag == 0)
+        return 0;
+    if (!whole_of(one->record, s_tag, &found) || found != tag)
+        return 0;
+    if (!is(one->record, s_publication, Py_None) || !is(one->record, s_promise, Py_None) ||
+        !is(one->state, s_stalled, Py_False))
+        return 0;
+    one->need = (column + 1) * work->size;
+    if (!small(PyTuple_GetItem(work->ends, (Py_ssize_t)one->row), &end) || one->need > end + work->further)
+        return 0;
+    if (one->need <= end + work->before && !look_for_keeper(work, one))
+        return 0;
+    work->publishes++;
+    return 1;
+}
+
+/* How far each row can go on with what it takes: a new list, and the least of it. */
+static PyObject *rooms_then(Work *work, PyObject **least)
+{
+    Py_ssize_t rows = PyList_Size(work->rooms);
+    PyObject *rooms = PyList_GetSlice(work->rooms, 0, rows);
+    int64_t lowest = UNBOUNDED, room;
+    for (Py_ssize_t i = 0; rooms != NULL && i < work->takes; i++) {
+        PyObject *value = PyLong_FromLongLong(work->taken[i].room);
+        if (value == NULL || PyList_SetItem(rooms, (Py_ssize_t)work->taken[i].row, value) < 0)
+            Py_CLEAR(rooms);
+    }
+    for (Py_ssize_t row = 0; rooms != NULL && row < rows; row++) {
+        if (!whole(PyList_GetItem(rooms, row), &room))
+            Py_CLEAR(rooms);
+        else if (room < lowest)
+            lowest = room;
+    }
+    if (rooms == NULL || work->further > lowest || (*least = PyLong_FromLongLong(rows ? lowest : 0)) == NULL) {
+        Py_XDECREF(rooms);
+        return NULL;
+    }
+    return rooms;
+}
+
+/* -- changing: 1, or 0 with an exception, which leaves books that prove nothing ------------------------------------ */
+
+/* `PageTable.allocate_each` of one page: the record is the request's, under the tag. */
+static int hand_out(Work *work, Taken *take, PyObject *tag, PyObject *page_record)
+{
+    PyObject *request = get(work, take->state, s_id);
+    if (request == NULL)
+        return 0;
+    if (take->record == NULL) {
+        PyObject *record = take->record = bare(&work->references, page_record);
+        if (record == NULL || !set_new(record, s_holders, PySet_New(NULL)) || !set(record, s_publication, Py_None) ||
+            !set(record, s_promise, Py_None) || !set(record, s_content, Py_None) || !set(record, s_former, Py_None) ||
+            PyDict_SetItem(work->records, take->page_number, record) < 0)
+            return 0;
+    }
+    PyObject *former = get(work, take->record, s_publication);
+    if (former == NULL)
+        return 0;
+    if (former != Py_None) {
+        PyObject *pair = PyTuple_Pack(2, former, get(work, take->record, s_tag));
+        if (!set_new(take->record, s_former, pair) || !set(take->record, s_publication, Py_None) ||
+            !set(take->record, s_promise, Py_None) || !set(take->record, s_content, Py_None))
+            return 0;
+    }
+    PyObject *holders = get(work, take->record, s_holders);
+    return set(take->record, s_tag, tag) && set(take->record, s_owner, request) && holders != NULL &&
+           PySet_Add(holders, request) == 0 && set(take->record, s_was_used, Py_True) &&
+           set(take->record, s_reset_free, Py_False) &&
+           note(&work->recorder, take->page_number, s_allocated, tag, request);
+}
+
+/* `Ledger.extend_run`. */
+static int extend(Work *work, Taken *take, PyObject *tag_number, int64_t tag)
+{
+    PyObject *key = get(work, take->ledger, s__key);
+    uint64_t secret = key == NULL ? 0 : PyLong_AsUnsignedLongLong(key);
+    if (PyErr_Occurred())
+        return 0;
+    take->digest += mix(secret, (uint64_t)(take->stop - 1), (uint64_t)tag);
+    return PyList_Append(take->pages, take->page_number) == 0 && PyList_Append(take->tags, tag_number) == 0 &&
+           put(take->extent, 1, take->stop) &&
+           set_new(take->ledger, s__digest, PyLong_FromUnsignedLongLong(take->digest)) &&
+           set_new(take->ledger, s__summed, PyLong_FromLongLong(take->stop));
+}
+
+/* The pages into page table, ledgers and row array; `packed` becomes the body with these rows, then the changes. */
+static int take_all(Work *work, PyObject *page_record, int64_t *packed, int64_t words, int64_t head, int64_t *cells,
+                    int64_t stride)
+{
+    PyObject *counter = get(work, work->table, s__tags), *columns = get(work, work->batch, s_columns);
+    PyObject *floors = get(work, work->batch, s_floors);
+    int64_t rows = PyList_Size(work->states), tag, longest, count = work->takes;
+    if (floors == NULL || !whole_of(counter, s__next, &tag) || !list_of(columns, 1) ||
+        !small(PyList_GetItem(columns, 0), &longest))
+        return 0;
+    int64_t before = longest;
+    for (int64_t i = 0; i < count; i++, tag++) {
+        Taken *take = &work->taken[i];
+        PyObject *tag_number = own(work, PyLong_FromLongLong(tag));
+        if (tag_number == NULL || !set_new(counter, s__next, PyLong_FromLongLong(tag + 1)) ||
+            !hand_out(work, take, tag_number, page_record) || !extend(work, take, tag_number, tag))
+            return 0;
+        int64_t capacity = take->stop * work->size, *row = packed + head + take->row;
+        if (!set_new(take->state, s_capacity, PyLong_FromLongLong(capacity)) ||
+            !set_new(take->state, s_floor, PyLong_FromLongLong(take->floor)))
+            return 0;
+        cells[take->slot] = row[DIGEST * rows] = (int64_t)take->digest;
+        cells[take->slot + STOP * stride] = row[STOP * rows] = take->stop;
+        cells[take->slot + (FIELDS + FLOOR) * stride] = row[(FIELDS + FLOOR) * rows] = take->floor;
+        packed[words + i] = take->page;
+        packed[words + count + i] = tag;
+        packed[words + 2 * count + i] = take->writer + take->stop - 1;
+        longest = take->stop > longest ? take->stop : longest;
+        if (work->capacities != Py_None && !put(work->capacities, take->row, capacity))
+            return 0;
+        if (floors != Py_None && !put(floors, take->row, take->floor))
+            return 0;
+    }
+    if (longest == before)
+        return 1;
+    /* Another list: sections are kept for the one that they were made for. */
+    PyObject *number = own(work, PyLong_FromLongLong(longest));
+    PyObject *list = number == NULL ? NULL : PyList_New(0);
+    int done = list != NULL && PyList_Append(list, number) == 0 && set(work->batch, s_columns, list);
+    Py_XDECREF(list);
+    return done;
+}
+
+/* `PageTable.publish`, and the promise to the step that keeps it. */
+static int publish(Work *work, Publication *one, PyObject *pending, PyObject *promise_type)
+{
+    PyObject *request = get(work, one->state, s_id), *promise = Py_None, *what = s_published;
+    if (!one->complete) {
+        PyObject *pool = get(work, get(work, work->table, s_spec), s_name);
+        PyObject *step = one->kept_by != NULL ? one->kept_by : pending, *promises = get(work, step, s_promises);
+        PyObject *row = one->kept_row != NULL ? Py_NewRef(one->kept_row) : PyLong_FromLongLong(one->row);
+        promise = bare(&work->references, promise_type);
+        if (own(work, row) == NULL || !list_of(promises, -1) || !set(promise, s_pool, pool) ||
+            !set(promise, s_page, one->page_number) || !set(promise, s_tag, one->tag) ||
+            !set(promise, s_writer, one->state) || !set_new(promise, s_need_tokens, PyLong_FromLongLong(one->need)) ||
+            !set(promise, s_step, get(work, step, s_step)) || !set_new(promise, s_dependents, PyList_New(0)) ||
+            !set(promise, s_kept, Py_None))
+            return 0;
+        PyObject *pair = PyTuple_Pack(2, row, promise);
+        int done = pair != NULL && PyList_Append(promises, pair) == 0;
+        Py_XDECREF(pair);
+        if (!done)
+            return 0;
+        what = s_promised;
+    }
+    return request != NULL && set(one->record, s_publication, one->key) && set(one->record, s_promise, promise) &&
+           set(one->record, s_content, Py_None) && note(&work->recorder, one->page_number, what, one->tag, request);
+}
+
+/* -- the call ------------------------------------------------------------------------------------------------------ */
+
+static int look_at_all(Work *work, PyObject *grown, PyObject *published)
+{
+    if (!list_of(grown, -1) || !list_of(published, -1) || PyList_Size(grown) > MOST || PyList_Size(published) > MOST)
+        return 0;
+    if (!survey(work))
+        return 0;
+    for (Py_ssize_t i = 0; i < PyList_Size(grown); i++)
+        if (!look_at_taken(work, PyList_GetItem(grown, i)))
+            return 0;
+    for (Py_ssize_t i = 0; i < PyList_Size(published); i++)
+        if (!look_at_publication(work, PyList_GetItem(published, i)))
+            return 0;
+    return 1;
+}
+
+/* The arrays of a step that takes pages. */
+typedef struct {
+    Py_buffer packed, body, cells;
+    int held;
+    int64_t head;
+} Arrays;
+
+static void release(Arrays *arrays)
+{
+    Py_buffer *all[] = {&arrays->packed, &arrays->body, &arrays->cells};
+    while (arrays->held)
+        PyBuffer_Release(all[--arrays->held]);
+}
+
+/* Whether everything that will be written to is there. */
+static int reach(Work *work, Arrays *arrays, PyObject *packed, PyObject *body)
+{
+    PyObject *cells = get(work, get(work, work->books, s_rows), s_table);
+    PyObject *head = get(work, work->batch, s_head);
+    Py_ssize_t head_words = head == NULL ? -1 : PyObject_Length(head);
+    if (cells == NULL || head_words < 0 || PyObject_GetBuffer(packed, &arrays->packed, PyBUF_WRITABLE) < 0)
+        return 0;
+    arrays->held = 1;
+    if (PyObject_GetBuffer(body, &arrays->body, PyBUF_SIMPLE) < 0)
+        return 0;
+    arrays->held = 2;
+    if (PyObject_GetBuffer(cells, &arrays->cells, PyBUF_WRITABLE | PyBUF_ND) < 0)
+        return 0;
+    arrays->held = 3;
+    arrays->head = head_words;
+    int64_t rows = PyList_Size(work->states), fields = FIELDS + OF_REQUEST;
+    if (arrays->packed.len != arrays->body.len + 24 * work->takes ||
+        arrays->body.len != 8 * (head_words + fields * rows) || arrays->cells.ndim != 2 ||
+        arrays->cells.itemsize != 8 || arrays->cells.shape[0] != fields)
+        return 0;
+    for (Py_ssize_t i = 0; i < work->takes; i++)
+        if (work->taken[i].slot >= arrays->cells.shape[1])
+            return 0;
+    return 1;
+}
+
+PyDoc_STRVAR(advance_doc,
+             "advance(books, table, batch, again, grown, published, size, further, pending, packed, page_record, "
+             "promise)\n--\n\n"
+             "Pages and publications of a step into the books. True if that was done; NotImplemented, with nothing "
+             "changed, where it is not the usual case.\n\n"
+             "packed: int64, the body of the batch with three words more for each page taken, which is filled; None "
+             "where none is. pending: the step, built as it will be. page_record, promise: the types.");
+
+static PyObject *advance(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    if (count != 12) {
+        PyErr_SetString(PyExc_TypeError, "advance takes 12 arguments");
+        return NULL;
+    }
+    Work work;
+    Arrays arrays = {.held = 0};
+    PyObject *pending = args[8], *packed = args[9], *rooms = NULL, *room = NULL, *body;
+    work.books = args[0], work.table = args[1], work.batch = args[2], work.again = args[3];
+    work.takes = work.publishes = work.references.count = 0;
+    int usual = small(args[6], &work.size) && work.size > 0 && small(args[7], &work.further) &&
+                small_of(work.again, s_further, &work.before) && look_at_all(&work, args[4], args[5]) &&
+                (rooms = own(&work, rooms_then(&work, &room))) != NULL;
+    if (usual && work.takes)
+        usual = (body = get(&work, work.batch, s_body)) != NULL && reach(&work, &arrays, packed, body);
+    int done = usual;
+    if (usual) {
+        if (work.takes) {
+            memcpy(arrays.packed.buf, arrays.body.buf, (size_t)arrays.body.len);
+            done = take_all(&work, args[10], arrays.packed.buf, arrays.body.len / 8, arrays.head, arrays.cells.buf,
+                            arrays.cells.shape[1]);
+        }
+        for (Py_ssize_t i = 0; done && i < work.publishes; i++)
+            done = publish(&work, &work.published[i], pending, args[11]);
+        done = done && set(work.again, s_rooms, rooms) && set(work.again, s_room, room) &&
+               set_new(work.again, s_further, PyLong_FromLongLong(work.further));
+        if (!done && !PyErr_Occurred())
+            PyErr_SetString(PyExc_SystemError, "kvguard._onward: the books are not what they were a moment ago");
+    }
+    release(&arrays);
+    Py_XDECREF(room);
+    let_go(&work.references);
+    if (usual)
+        return done ? Py_NewRef(Py_True) : NULL;
+    /* Whatever stood in the way, the Python way meets it, too. */
+    PyErr_Clear();
+    return Py_NewRef(Py_NotImplemented);
+}
+
+PyDoc_STRVAR(grown_by_one_doc,
+             "grown_by_one(names, lists, counts)\n--\n\n"
+             "(place, last element) for each of `names` whose list in the dictionary `lists` is one longer than `counts` "
+             "says at that place; None where one has changed in another way.");
+
+static PyObject *grown_by_one(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    if (count != 3 || !list_of(args[0], -1) || !PyDict_Check(args[1]) || !list_of(args[2], PyList_Size(args[0]))) {
+        PyErr_SetString(PyExc_TypeError, "grown_by_one takes a list, a dictionary and a list of the same length");
+        return NULL;
+    }
+    PyObject *found = PyList_New(0);
+    for (Py_ssize_t place = 0; found != NULL && place < PyList_Size(args[0]); place++) {
+        PyObject *list = PyDict_GetItemWithError(args[1], PyList_GetItem(args[0], place));
+        int64_t known;
+        if (!list_of(list, -1) || !small(PyList_GetItem(args[2], place), &known)) {
+            Py_CLEAR(found);
+            break;
+        }
+        Py_ssize_t length = PyList_Size(list);
+        if (length == known)
+            continue;
+        PyObject *grown = length == known + 1 ? Py_BuildValue("(nO)", place, PyList_GetItem(list, length - 1)) : NULL;
+        if (grown == NULL || PyList_Append(found, grown) < 0)
+            Py_CLEAR(found);
+        Py_XDECREF(grown);
+    }
+    if (found == NULL && !PyErr_Occurred())
+        return Py_NewRef(Py_None);
+    return found;
+}
+
+PyDoc_STRVAR(keep_promises_doc,
+             "keep_promises(table, promises)\n--\n\n"
+             "`Books.settle` as kept of promises of one pool, (row, promise) each, up to the first that is settled "
+             "already or whose writer has stalled; answers how many that were.");
+
+static PyObject *keep_promises(PyObject *module, PyObject *const *args, Py_ssize_t count)
+{
+    (void)module;
+    if (count != 2 || !list_of(args[1], -1)) {
+        PyErr_SetString(PyExc_TypeError, "keep_promises takes a page table and a list");
+        return NULL;
+    }
+    References references;
+    Recorder recorder;
+    references.count = 0;
+    Py_ssize_t done = 0, promises = PyList_Size(args[1]);
+    PyObject *records = look(&references, args[0], s__records);
+    int sound = records != NULL && PyDict_CheckExact(records) && find_recorder(&references, args[0], &recorder);
+    /* So few that the references suffice. */
+    for (promises = promises > MOST ? MOST : promises; sound && done < promises; done++) {
+        PyObject *pair = PyList_GetItem(args[1], done);
+        PyObject *promise = PyTuple_CheckExact(pair) && PyTuple_Size(pair) == 2 ? PyTuple_GetItem(pair, 1) : NULL;
+        PyObject *writer = look(&references, promise, s_writer), *page = look(&references, promise, s_page);
+        if (page == NULL || !is(promise, s_kept, Py_None) || !is(writer, s_stalled, Py_False))
+            break;
+        PyObject *record = PyDict_GetItemWithError(records, page);
+        if (record == NULL)
+            break;
+        sound = set(promise, s_kept, Py_True);
+        if (sound && is(record, s_promise, promise)) {
+            PyObject *tag = look(&references, record, s_tag), *name = look(&references, writer, s_id);
+            sound = tag != NULL && name != NULL && set(record, s_promise, Py_None) &&
+                    note(&recorder, page, s_complete, tag, name);
+        }
+    }
+    let_go(&references);
+    return sound && !PyErr_Occurred() ? PyLong_FromSsize_t(done) : NULL;
+}
+
+static PyMethodDef methods[] = {
+    {"keep_promises", (PyCFunction)(void (*)(void))keep_promises, METH_FASTCALL, keep_promises_doc},
+    {"grown_by_one", (PyCFunction)(void (*)(void))grown_by_one, METH_FASTCALL, grown_by_one_doc},
+    {"advance", (PyCFunction)(void (*)(void))advance, METH_FASTCALL, advance_doc},
+    {NULL, NULL, 0, NULL},
+};
+
+static struct PyModuleDef definition = {
+    PyModuleDef_HEAD_INIT, "_onward", "The usual case of kvguard.onward, in C.", -1, methods, NULL, NULL, NULL, NULL,
+};
+
+PyMODINIT_FUNC PyInit__onward(void)
+{
+#define INTERN(name)                                                                                                   \
+    if ((s_##name = PyUnicode_InternFromString(#name)) == NULL)                                                        \
+        return NULL;
+    NAMES(INTERN)
+    return PyModule_Create(&definition);
+}
