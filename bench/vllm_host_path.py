@@ -6,8 +6,9 @@ A real engine brings 32 requests into decode. Then one step is repeated: the pas
 worker's preparation of the check, the verdicts' way back, and judging them, each exactly as the wrappers call it, on
 the engine's scheduler, block pool and block tables. vLLM's own work is left out (what it takes to draw the blocks is
 measured on the unwrapped pool, in between, and subtracted), and so are the kernels: an empty one that finds every row
-clean stands in. What a step costs on a core that runs vLLM's own work and the forward in between,
-with cold caches, is what bench/vllm_step_cost.py measures.
+clean stands in, in the way that such a step takes here: the C extension's where it was built, else the kernels'. What
+a step costs on a core that runs vLLM's own work and the forward in between, with cold caches, is what
+bench/vllm_step_cost.py measures.
 
 Every request goes on by a token in each step, as in decode, and vLLM's habits are kept: a block is published in the
 step that fills it, and the next one is drawn in the step after.
@@ -70,6 +71,10 @@ class GuardedStep:
         # What the runner says of a step without padding lanes.
         tables = engine.runner.input_batch.block_table.block_tables
         self._slots = {group: table.slot_mapping.gpu[:BATCH] for group, table in enumerate(tables)}
+
+    def forget_launches(self) -> None:
+        """The next step's kernels are those that stand in its module now."""
+        self._worker._verifier._launches, self._worker._verifier._checked = None, False
 
     def draw_unguarded(self, pages: int) -> int:
         """What vLLM itself takes to draw so many blocks one by one, in ns; they go back to where they came from."""
@@ -149,13 +154,16 @@ def results() -> list[dict[str, Any]]:
     """Every case at every context length, each context in an engine of its own."""
     import torch
 
+    from kvguard import step_arrays
     from kvguard import verifier as verifier_module
     from kvguard.adapters.vllm.plugin import register
     from kvguard.fault_injection.targets.vllm_engine import VllmEngine, VllmOptions
+    from kvguard.kernels.host_check import bind, is_built
     from tests.vllm.tiny import write_checkpoint
 
     register()
     verifier: Any = verifier_module
+    arrays: Any = step_arrays
     found = []
     kernels = verifier.verify_pages, verifier.verify_slots, verifier.scatter_tags
     with tempfile.TemporaryDirectory(prefix="kvguard-bench-") as folder:
@@ -175,10 +183,14 @@ def results() -> list[dict[str, Any]]:
             step = GuardedStep(engine, context, staggered=staggered)
             verifier.verify_pages = verifier.verify_slots = lambda **given: given["record"].zero_()
             verifier.scatter_tags = lambda **given: None
+            if is_built():
+                arrays.bind = lambda reads, writes: lambda record, pool: True
+            step.forget_launches()
             with torch.inference_mode():
                 found += measure(step, context)
             assert engine.guard_side.guard.health().ok and not engine.guard_side.guard.violations
             verifier.verify_pages, verifier.verify_slots, verifier.scatter_tags = kernels
+            arrays.bind = bind
     return found
 
 

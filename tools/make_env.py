@@ -102,9 +102,25 @@ def _wheels_of_index(folder: str) -> set[str]:
     return names
 
 
-def stamp_text(root: str, python_version: str, pyproject: bytes) -> str:
+def built_from(root: str) -> list[str]:
+    """The files that an editable install of kvguard was made of: all its Python is looked at where it lies."""
+    sources = glob.glob(os.path.join(glob.escape(root), "kernels", "**", "*.[ch]"), recursive=True)
+    sources += glob.glob(os.path.join(glob.escape(root), "kvguard", "*.[ch]"))
+    return [os.path.join(root, "pyproject.toml"), *sorted(sources)]
+
+
+def digest_of(*paths: str) -> str:
+    """A digest of these files' contents, in this order."""
+    digest = hashlib.sha256()
+    for path in paths:
+        with open(path, "rb") as file:
+            digest.update(file.read())
+    return digest.hexdigest()
+
+
+def stamp_text(root: str, python_version: str) -> str:
     """What the stamp of a finished environment says; anything that makes an environment unusable changes it."""
-    return f"{root}\n{python_version}\n{hashlib.sha256(pyproject).hexdigest()}\n"
+    return f"{root}\n{python_version}\n{digest_of(*built_from(root))}\n"
 
 
 def check_python(version: tuple[int, ...], has_venv: bool) -> None:
@@ -172,10 +188,9 @@ def install_torch() -> None:
 
 
 def build() -> None:
-    """Makes .venv what pyproject.toml asks for; does nothing where it is already."""
+    """Makes .venv what pyproject.toml asks for, the C extensions built; does nothing where it is already."""
     check_python(sys.version_info[:3], all(importlib.util.find_spec(name) for name in ("venv", "ensurepip")))
-    with open(os.path.join(ROOT, "pyproject.toml"), "rb") as file:
-        wanted = stamp_text(ROOT, platform.python_version(), file.read())
+    wanted = stamp_text(ROOT, platform.python_version())
     found = ""
     if os.path.isfile(STAMP) and os.path.exists(PYTHON) and os.path.exists(os.path.join(VENV, "bin", "kvguard")):
         with open(STAMP, encoding="utf-8") as file:
@@ -184,7 +199,7 @@ def build() -> None:
         return
     started = time.monotonic()
     if found.splitlines()[:2] == wanted.splitlines()[:2]:
-        say("pyproject.toml has changed: bringing .venv up to date")
+        say("pyproject.toml or a C source has changed: bringing .venv up to date")
         os.remove(STAMP)
     else:
         create()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 from typing import Any
 
@@ -11,12 +12,13 @@ from kvguard.adapters.vllm import layout, plugin
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_TARGET = "kvguard.adapters.vllm.plugin:register"
+NATIVE_PARTS = ("kvguard.kernels.host_check._native", "kvguard._onward")
 
 
 def examine() -> list[Finding]:
     """Version, plug-in, hook points, and what is not covered."""
     version = version_finding("vllm", layout.vllm_version(), layout.TESTED_RELEASES)
-    return [version, _plugin(), *_hook_points(), *_limits()]
+    return [version, _plugin(), *_hook_points(), _native_parts(), *_limits()]
 
 
 def _finding(topic: str, verdict: Verdict, text: str) -> Finding:
@@ -50,6 +52,14 @@ def _hook_points() -> list[Finding]:
         else:
             findings.append(_finding(what, Verdict.OK, "its functions are what kvguard expects"))
     return findings
+
+
+def _native_parts() -> Finding:
+    missing = [name for name in NATIVE_PARTS if importlib.util.find_spec(name) is None]
+    if not missing:
+        return _finding("native parts", Verdict.OK, "built: a clean step on a CPU is found to be one in C")
+    text = f"not built: {', '.join(missing)}; Python does the same, slower: install kvguard where there is a C compiler"
+    return _finding("native parts", Verdict.OK, text)
 
 
 def _load(module: str, name: str) -> Any:

@@ -46,7 +46,8 @@ class RankVerdicts:
         # Gloo wants the ranks side by side in the first dimension; NCCL takes either form.
         gathered = torch.empty((self._world * shape[0], *shape[1:]), dtype=torch.int64, device=self._device)
         torch.distributed.all_gather_into_tensor(gathered, pending.record, group=self._group)
-        return pending._replace(record=worst_of(gathered.view(self._world, *shape)))
+        # What this rank found on its host is not what the others did.
+        return pending._replace(record=worst_of(gathered.view(self._world, *shape)), view=None, clean=False)
 
 
 def worst_of(gathered: Any) -> Any:

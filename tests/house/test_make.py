@@ -11,6 +11,9 @@ from types import ModuleType
 
 import pytest
 
+from tools import make_engine_env
+from tools import make_env as make_env_module
+
 Make = Callable[..., subprocess.CompletedProcess[str]]
 
 LOCAL = ["torch-2.13.0+cpu-cp311-cp311-manylinux_2_28_x86_64.whl", "torch-2.9.1+cpu-cp311-cp311-linux_x86_64.whl"]
@@ -215,6 +218,47 @@ def test_a_changed_pyproject_updates_in_place(make_env: ModuleType, workshop: li
     workshop.clear()
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
     assert make_env.main() == 0 and workshop == ["torch", "pip [dev]"]
+
+
+@pytest.mark.parametrize("place", ["kernels/operation/fast.c", "kvguard/fast.c"])
+def test_a_changed_c_source_is_built_in_place(
+    place: str, make_env: ModuleType, workshop: list[str], tmp_path: Path
+) -> None:
+    """A C source that is new, or says something else, is built into the environment that is there."""
+    make_env.main()
+    source = tmp_path / place
+    source.parent.mkdir(parents=True)
+    for text in ("int one;", "int two;"):
+        source.write_text(text)
+        workshop.clear()
+        assert make_env.main() == 0 and workshop == ["torch", "pip [dev]"]
+        assert make_env.main() == 0 and workshop == ["torch", "pip [dev]"]
+
+
+@pytest.mark.parametrize("name", ["pyproject.toml", "kernels/operation/fast.c", "kvguard/fast.c"])
+def test_an_engines_environment_gets_kvguard_anew(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed pyproject.toml or C source installs kvguard into .venv-vllm again, and nothing else."""
+    python = tmp_path / ".venv-vllm" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text("#!/bin/sh\n")
+    python.chmod(0o755)
+    for place in ("pyproject.toml", "kernels/operation/fast.c", "kvguard/fast.c"):
+        (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / place).write_text("before")
+    done: list[str] = []
+    monkeypatch.setattr(make_engine_env, "ROOT", str(tmp_path))
+    monkeypatch.setattr(make_engine_env, "_install_kvguard", lambda python: done.append("kvguard"))
+    monkeypatch.setattr(make_engine_env, "run", lambda what, *command: done.append(what))
+    monkeypatch.setattr(make_engine_env, "INSTALL", {"vllm": lambda build: None})
+    monkeypatch.setattr(make_engine_env, "choose_torch", lambda *known: make_env_module.TorchPlan("uv", (), ""))
+    make_engine_env.build("vllm")
+    assert done[-1] == "kvguard" and len(done) == 3
+    done.clear()
+    make_engine_env.build("vllm")
+    assert done == []
+    (tmp_path / name).write_text("after")
+    make_engine_env.build("vllm")
+    assert done == ["kvguard"]
 
 
 def test_an_update_that_fails_is_rebuilt(

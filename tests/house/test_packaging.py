@@ -5,6 +5,8 @@ import shutil
 import site
 import subprocess
 import sys
+import sysconfig
+import tarfile
 import zipfile
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -15,6 +17,12 @@ import pytest
 LINKS = ("kernels", "adapters", "fault_injection")
 MODULES = ("kvguard", *(f"kvguard.{link}" for link in LINKS), "kvguard.config", "kvguard.cli")
 PACKED = ("*.py", "*.pyi", "*.json", "*.safetensors", "*.j2", "*.html", "*.md", "py.typed")
+EXTENSIONS = ("kvguard.kernels.host_check._native", "kvguard._onward")
+SOURCES = ("kvguard/kernels/host_check/host_check.c", "kvguard/_onward.c")
+needs_a_compiler = pytest.mark.skipif(
+    shutil.which(os.environ.get("CC", "cc")) is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
+    reason="no C compiler, or no Python.h",
+)
 DATA = ("words.json", "weights.safetensors", "report.html.j2", "report.html", "README.md")
 
 
@@ -56,7 +64,8 @@ def project(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of what packaging needs, with a data file of each kind; building in it leaves the repository alone."""
     copy = tmp_path_factory.mktemp("project")
     for name in ("kvguard", *LINKS):
-        ignore = shutil.ignore_patterns("__pycache__")
+        # What was built in place here does not count: it is built there, or not.
+        ignore = shutil.ignore_patterns("__pycache__", "*.so", "*.pyd")
         shutil.copytree(root / name, copy / name, symlinks=True, ignore=ignore)
     for name in ("pyproject.toml", "README.md"):
         if (root / name).exists():
@@ -67,9 +76,12 @@ def project(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy
 
 
-def quietly(*command: str, cwd: Path | None = None) -> None:
-    """Runs a command and shows what it printed only where it fails."""
-    done = subprocess.run(command, cwd=cwd, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+def quietly(*command: str, **environment: str) -> None:
+    """Runs a command, with these variables, and shows what it printed only where it fails."""
+    variables = {**os.environ, **environment}
+    done = subprocess.run(
+        command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+    )
     assert done.returncode == 0, done.stdout
 
 
@@ -82,16 +94,19 @@ def built(project: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return dist
 
 
-def pip_install(*arguments: str) -> None:
+def pip_install(*arguments: str, **environment: str) -> None:
     """pip install without dependencies, network or a build environment of its own."""
     options = ["--quiet", "--no-deps", "--no-index", "--no-build-isolation", "--disable-pip-version-check"]
-    quietly(sys.executable, "-m", "pip", "install", *options, *arguments)
+    quietly(sys.executable, "-m", "pip", "install", *options, *arguments, **environment)
 
 
-def imported_from(installed: Path, tmp_path: Path, *, follow_pth: bool) -> list[str]:
-    """Imports every module in a Python that sees our dependencies but no other kvguard, and says where from."""
+def imported_from(installed: Path, tmp_path: Path, *, follow_pth: bool, native: bool | None = None) -> list[str]:
+    """Imports every module in a Python that sees our dependencies but no other kvguard, and says where from.
+
+    `native`: whether the extensions must be there, or must not.
+    """
     code = (
-        f"import sys, site, importlib\n"
+        f"import sys, site, importlib, importlib.util\n"
         f"sys.path.insert(0, {str(installed)!r})\n"
         f"{follow_pth} and site.addsitedir({str(installed)!r})\n"
         f"sys.path.extend({site.getsitepackages()!r})\n"  # as plain entries: an editable kvguard there stays unseen
@@ -99,6 +114,14 @@ def imported_from(installed: Path, tmp_path: Path, *, follow_pth: bool) -> list[
         f"    print(list(importlib.import_module(name).__spec__.submodule_search_locations or [])\n"
         f"          or importlib.import_module(name).__file__)\n"
     )
+    if native is not None:
+        code += (
+            f"for name in {EXTENSIONS!r}:\n"
+            f"    assert (importlib.util.find_spec(name) is not None) is {native}, name\n"
+            f"    {native} and importlib.import_module(name)\n"
+            f"from kvguard.kernels import host_check\n"
+            f"assert host_check.is_built() is {native}\n"
+        )
     done = subprocess.run([sys.executable, "-I", "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -134,9 +157,57 @@ def test_the_wheel_holds_what_the_tree_holds(built: Path, project: Path) -> None
         for file in files
         if any(fnmatch(file, pattern) for pattern in PACKED)
     }
-    assert names == expected
+    native = {name for name in names if name.endswith((".so", ".pyd"))}
+    assert names - native == expected
     assert {f"kvguard/fault_injection/probe/{name}" for name in DATA} <= names
     assert "kvguard/py.typed" in names and "kvguard/kernels/__init__.pyi" in names
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_the_wheel_holds_the_extensions_for_every_later_python(built: Path, tmp_path: Path) -> None:
+    """Built against the stable ABI, which file names and the wheel's tag say; they are what is imported."""
+    (wheel,) = built.glob("*.whl")
+    assert "-cp311-abi3-" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        native = sorted(name for name in archive.namelist() if name.endswith(".so"))
+    assert native == sorted(f"{name.replace('.', '/')}.abi3.so" for name in EXTENSIONS)
+    installed = tmp_path / "installed"
+    pip_install("--target", str(installed), str(wheel))
+    imported_from(installed, tmp_path, follow_pth=False, native=True)
+
+
+@pytest.mark.slow
+def test_the_sdist_holds_the_c_sources(built: Path) -> None:
+    """Whoever installs from it can build them."""
+    (sdist,) = built.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert set(SOURCES) <= names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("editable", [False, True])
+def test_without_a_compiler_it_installs_and_imports(editable: bool, project: Path, tmp_path: Path) -> None:
+    """A compiler that fails costs the extensions, not the install."""
+    installed, copy = tmp_path / "installed", tmp_path / "copy"
+    # A copy: what another test has built in place would be found there.
+    shutil.copytree(project, copy, symlinks=True, ignore=shutil.ignore_patterns("*.so", "build", "*.egg-info"))
+    pip_install("--target", str(installed), *["--editable"] * editable, str(copy), CC="false")
+    imported_from(installed, tmp_path, follow_pth=editable, native=False)
+
+
+@pytest.mark.slow
+@needs_a_compiler
+def test_an_editable_install_builds_the_extensions_in_the_tree(project: Path, tmp_path: Path) -> None:
+    """Where the Python is."""
+    copy = tmp_path / "copy"
+    shutil.copytree(project, copy, symlinks=True, ignore=shutil.ignore_patterns("*.so", "build", "*.egg-info"))
+    installed = tmp_path / "installed"
+    pip_install("--target", str(installed), "--editable", str(copy))
+    imported_from(installed, tmp_path, follow_pth=True, native=True)
+    for source in SOURCES:
+        assert list((copy / source).parent.glob("*.abi3.so")), source
 
 
 @pytest.mark.slow

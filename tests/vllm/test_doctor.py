@@ -9,6 +9,7 @@ from typer.testing import CliRunner
 
 from kvguard.adapters import doctor as doctor_module
 from kvguard.adapters import findings as findings_module
+from kvguard.adapters.vllm import doctor as vllm_doctor
 from kvguard.adapters.vllm import layout
 from kvguard.cli import build_app
 
@@ -74,3 +75,19 @@ def test_an_unknown_engine_is_a_usage_error() -> None:
     """One line, exit 2."""
     code, _, output = run("--engine", "vlm")
     assert code == 2 and "no engine 'vlm'" in output
+
+
+def test_the_native_parts_are_there_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without them an engine is guarded all the same."""
+    monkeypatch.setenv("KVGUARD_LEVEL", "tags")
+
+    def said() -> list[tuple[str, str]]:
+        _, findings, _ = run("--engine", "vllm")
+        return [(found["verdict"], found["text"]) for found in findings if found["topic"] == "vllm native parts"]
+
+    # Stand-ins: this environment may have been built with a compiler or without.
+    monkeypatch.setattr(vllm_doctor, "NATIVE_PARTS", ("kvguard.pools",))
+    assert said() == [("ok", "built: a clean step on a CPU is found to be one in C")]
+    monkeypatch.setattr(vllm_doctor, "NATIVE_PARTS", ("kvguard.pools", "kvguard.nowhere"))
+    ((verdict, text),) = said()
+    assert verdict == "ok" and "not built: kvguard.nowhere;" in text and "C compiler" in text

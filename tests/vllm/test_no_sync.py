@@ -18,7 +18,7 @@ import torch
 from kvguard.adapters.vllm import worker_side
 from kvguard.adapters.vllm.block_books import StepPayload
 from kvguard.adapters.vllm.plugin import register
-from kvguard.adapters.vllm.ranks import worst_of
+from kvguard.adapters.vllm.ranks import RankVerdicts, worst_of
 from kvguard.adapters.vllm.worker_side import WorkerSide, WorkerSideV1, WorkerSideV2
 from kvguard.config import GuardConfig
 from kvguard.fault_injection.targets.vllm_engine import VllmEngine, VllmOptions
@@ -26,6 +26,7 @@ from kvguard.guard import Guard
 from kvguard.kernels.verify_pages import torch_op as pages_torch
 from kvguard.kernels.verify_slots import torch_op as slots_torch
 from kvguard.pools import PoolSpec
+from kvguard.verifier import PendingVerdicts
 from tests.vllm.tiny import traffic, write_checkpoint
 from tests.waiting import Recorder
 
@@ -186,3 +187,23 @@ def test_the_worst_rank_speaks_for_all() -> None:
     first = torch.cat([clean, flagged], dim=1)
     second = torch.cat([flagged, clean], dim=1)
     assert torch.equal(worst_of(torch.stack([first, second])), torch.cat([flagged, flagged], dim=1))
+
+
+def test_what_one_rank_found_clean_is_not_what_all_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank's own host said "clean": with another rank's flags the step is flagged, in every way that it is read."""
+    delta = next(payloads(1)).delta
+    own = torch.zeros((1, 2 * ROWS + 1, 4), dtype=torch.int64)
+    theirs = own.clone()
+    theirs[0, 1, 0] = 2
+
+    def gather(gathered: torch.Tensor, record: torch.Tensor, group: Any) -> None:
+        gathered.view(2, *record.shape)[:] = torch.stack([record, theirs])
+
+    monkeypatch.setattr(torch.distributed, "all_gather_into_tensor", gather)
+    ranks = object.__new__(RankVerdicts)
+    vars(ranks).update(_device="cpu", _world=2, _group=None, _setup=SimpleNamespace(check=True, check_writes=True))
+    pending = PendingVerdicts(delta.step, own, reads=ROWS, view=own.numpy(), clean=True)
+    assert pending.resolve().clean and pending.flagged_rows() == []
+    together = ranks.combine(pending, delta)
+    assert together is not None and not together.resolve().clean and together.flagged_rows() == [1]
+    assert together.view is None and not together.clean

@@ -1,0 +1,24 @@
+from typing import Any
+
+from kvguard.batch import Again, Batch, PendingStep
+from kvguard.books import Books
+from kvguard.messages import Int64
+from kvguard.page_table import PageRecord, PageTable, Promise
+
+def advance(
+    books: Books,
+    table: PageTable,
+    batch: Batch,
+    again: Again,
+    grown: list[tuple[int, int]],
+    published: list[tuple[int, int, Any]],
+    size: int,
+    further: int,
+    pending: PendingStep,
+    packed: Int64 | None,
+    page_record: type[PageRecord],
+    promise: type[Promise],
+    /,
+) -> Any: ...
+def keep_promises(table: PageTable, promises: list[tuple[int, Promise]], /) -> int: ...
+def grown_by_one(names: list[str], lists: dict[str, list[Any]], counts: list[int], /) -> list[tuple[int, Any]] | None: ...
