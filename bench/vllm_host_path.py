@@ -67,6 +67,7 @@ class GuardedStep:
         self._names = list(self._output.num_scheduled_tokens)
         self._filled: list[str] = []
         self._growing: list[str] = []
+        self._publishing: list[Any] = []
         self._key = 0
         # What the runner says of a step without padding lanes.
         tables = engine.runner.input_batch.block_table.block_tables
@@ -96,9 +97,19 @@ class GuardedStep:
             requests[name].num_computed_tokens += 1
         self._filled = [name for name in names if requests[name].num_computed_tokens % BLOCK == 0]
         self._growing = [name for name in names if requests[name].num_computed_tokens % BLOCK == 1]
+        self._publishing = self._blocks_filled()
         if len(self._filled) == len(self._growing) == 2:
             return "natural"
         return "publish" if self._filled else "draw" if self._growing else "steady"
+
+    def _blocks_filled(self) -> list[Any]:
+        """A request, its column and its block for each that vLLM is about to publish."""
+        filled = []
+        for name in self._filled:
+            blocks = self._blocks_of[name]
+            self._key += 1
+            filled.append((name, len(blocks) - 1, SimpleNamespace(block_hash=self._key, block_id=blocks[-1].block_id)))
+        return filled
 
     def to_draw(self) -> int:
         """Blocks that the step takes."""
@@ -108,11 +119,8 @@ class GuardedStep:
         """Everything that the wrappers add to the step."""
         for name in self._growing:
             self._blocks_of[name] += self._engine.pool.get_new_blocks(1)
-        for name in self._filled:
-            blocks = self._blocks_of[name]
-            self._key += 1
-            filled = SimpleNamespace(block_hash=self._key, block_id=blocks[-1].block_id)
-            self._side._note_publication(name, 0, len(blocks) - 1, filled, False)
+        for name, column, block in self._publishing:
+            self._side._note_publication(name, 0, column, block, False)
         payload = self._side._payload(self._output)
         self._worker._payload = payload
         self._worker._verify(self._slots)

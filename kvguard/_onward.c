@@ -456,81 +456,7 @@ static PyObject *advance(PyObject *module, PyObject *const *args, Py_ssize_t cou
     return Py_NewRef(Py_NotImplemented);
 }
 
-PyDoc_STRVAR(grown_by_one_doc,
-             "grown_by_one(names, lists, counts)\n--\n\n"
-             "(place, last element) for each of `names` whose list in the dictionary `lists` is one longer than `counts` "
-             "says at that place; None where one has changed in another way.");
-
-static PyObject *grown_by_one(PyObject *module, PyObject *const *args, Py_ssize_t count)
-{
-    (void)module;
-    if (count != 3 || !list_of(args[0], -1) || !PyDict_Check(args[1]) || !list_of(args[2], PyList_Size(args[0]))) {
-        PyErr_SetString(PyExc_TypeError, "grown_by_one takes a list, a dictionary and a list of the same length");
-        return NULL;
-    }
-    PyObject *found = PyList_New(0);
-    for (Py_ssize_t place = 0; found != NULL && place < PyList_Size(args[0]); place++) {
-        PyObject *list = PyDict_GetItemWithError(args[1], PyList_GetItem(args[0], place));
-        int64_t known;
-        if (!list_of(list, -1) || !small(PyList_GetItem(args[2], place), &known)) {
-            Py_CLEAR(found);
-            break;
-        }
-        Py_ssize_t length = PyList_Size(list);
-        if (length == known)
-            continue;
-        PyObject *grown = length == known + 1 ? Py_BuildValue("(nO)", place, PyList_GetItem(list, length - 1)) : NULL;
-        if (grown == NULL || PyList_Append(found, grown) < 0)
-            Py_CLEAR(found);
-        Py_XDECREF(grown);
-    }
-    if (found == NULL && !PyErr_Occurred())
-        return Py_NewRef(Py_None);
-    return found;
-}
-
-PyDoc_STRVAR(keep_promises_doc,
-             "keep_promises(table, promises)\n--\n\n"
-             "`Books.settle` as kept of promises of one pool, (row, promise) each, up to the first that is settled "
-             "already or whose writer has stalled; answers how many that were.");
-
-static PyObject *keep_promises(PyObject *module, PyObject *const *args, Py_ssize_t count)
-{
-    (void)module;
-    if (count != 2 || !list_of(args[1], -1)) {
-        PyErr_SetString(PyExc_TypeError, "keep_promises takes a page table and a list");
-        return NULL;
-    }
-    References references;
-    Recorder recorder;
-    references.count = 0;
-    Py_ssize_t done = 0, promises = PyList_Size(args[1]);
-    PyObject *records = look(&references, args[0], s__records);
-    int sound = records != NULL && PyDict_CheckExact(records) && find_recorder(&references, args[0], &recorder);
-    /* So few that the references suffice. */
-    for (promises = promises > MOST ? MOST : promises; sound && done < promises; done++) {
-        PyObject *pair = PyList_GetItem(args[1], done);
-        PyObject *promise = PyTuple_CheckExact(pair) && PyTuple_Size(pair) == 2 ? PyTuple_GetItem(pair, 1) : NULL;
-        PyObject *writer = look(&references, promise, s_writer), *page = look(&references, promise, s_page);
-        if (page == NULL || !is(promise, s_kept, Py_None) || !is(writer, s_stalled, Py_False))
-            break;
-        PyObject *record = PyDict_GetItemWithError(records, page);
-        if (record == NULL)
-            break;
-        sound = set(promise, s_kept, Py_True);
-        if (sound && is(record, s_promise, promise)) {
-            PyObject *tag = look(&references, record, s_tag), *name = look(&references, writer, s_id);
-            sound = tag != NULL && name != NULL && set(record, s_promise, Py_None) &&
-                    note(&recorder, page, s_complete, tag, name);
-        }
-    }
-    let_go(&references);
-    return sound && !PyErr_Occurred() ? PyLong_FromSsize_t(done) : NULL;
-}
-
 static PyMethodDef methods[] = {
-    {"keep_promises", (PyCFunction)(void (*)(void))keep_promises, METH_FASTCALL, keep_promises_doc},
-    {"grown_by_one", (PyCFunction)(void (*)(void))grown_by_one, METH_FASTCALL, grown_by_one_doc},
     {"advance", (PyCFunction)(void (*)(void))advance, METH_FASTCALL, advance_doc},
     {NULL, NULL, 0, NULL},
 };
@@ -541,9 +467,5 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__onward(void)
 {
-#define INTERN(name)                                                                                                   \
-    if ((s_##name = PyUnicode_InternFromString(#name)) == NULL)                                                        \
-        return NULL;
-    NAMES(INTERN)
-    return PyModule_Create(&definition);
+    return intern_names() ? PyModule_Create(&definition) : NULL;
 }

@@ -1,4 +1,5 @@
-/* What kvguard/_onward.c needs of Python objects: references that last as long as a call, whole numbers, attributes. */
+/* What kvguard/_onward.c and kvguard/_steps.c need of Python objects: references that last as long as a call, whole
+   numbers, attributes. */
 
 #ifndef KVGUARD_ONWARD_H
 #define KVGUARD_ONWARD_H
@@ -29,6 +30,16 @@
 #define DECLARE(name) static PyObject *s_##name;
 NAMES(DECLARE)
 
+/* Once, when the module is made; 0 with an exception. */
+static inline int intern_names(void)
+{
+#define INTERN(name)                                                                                                   \
+    if ((s_##name = PyUnicode_InternFromString(#name)) == NULL)                                                        \
+        return 0;
+    NAMES(INTERN)
+    return 1;
+}
+
 /* The references that a call holds until it ends. */
 typedef struct {
     Py_ssize_t count;
@@ -36,7 +47,7 @@ typedef struct {
 } References;
 
 /* Holds a new reference; passes NULL on. */
-static PyObject *keep(References *references, PyObject *found)
+static inline PyObject *keep(References *references, PyObject *found)
 {
     if (found == NULL)
         return NULL;
@@ -48,18 +59,18 @@ static PyObject *keep(References *references, PyObject *found)
     return references->held[references->count++] = found;
 }
 
-static void let_go(References *references)
+static inline void let_go(References *references)
 {
     while (references->count)
         Py_DECREF(references->held[--references->count]);
 }
 
-static PyObject *look(References *references, PyObject *owner, PyObject *name)
+static inline PyObject *look(References *references, PyObject *owner, PyObject *name)
 {
     return owner == NULL ? NULL : keep(references, PyObject_GetAttr(owner, name));
 }
 
-static int is(PyObject *owner, PyObject *name, PyObject *what)
+static inline int is(PyObject *owner, PyObject *name, PyObject *what)
 {
     PyObject *found = owner == NULL ? NULL : PyObject_GetAttr(owner, name);
     Py_XDECREF(found);
@@ -67,7 +78,7 @@ static int is(PyObject *owner, PyObject *name, PyObject *what)
 }
 
 /* A whole number that fits; 0 otherwise, with or without an exception. */
-static int whole(PyObject *value, int64_t *into)
+static inline int whole(PyObject *value, int64_t *into)
 {
     int overflow = 0;
     if (value == NULL || !PyLong_CheckExact(value))
@@ -76,12 +87,12 @@ static int whole(PyObject *value, int64_t *into)
     return !overflow;
 }
 
-static int small(PyObject *value, int64_t *into)
+static inline int small(PyObject *value, int64_t *into)
 {
     return whole(value, into) && *into >= 0 && *into <= LARGEST;
 }
 
-static int whole_of(PyObject *owner, PyObject *name, int64_t *into)
+static inline int whole_of(PyObject *owner, PyObject *name, int64_t *into)
 {
     PyObject *value = owner == NULL ? NULL : PyObject_GetAttr(owner, name);
     int fits = whole(value, into);
@@ -89,29 +100,29 @@ static int whole_of(PyObject *owner, PyObject *name, int64_t *into)
     return fits;
 }
 
-static int small_of(PyObject *owner, PyObject *name, int64_t *into)
+static inline int small_of(PyObject *owner, PyObject *name, int64_t *into)
 {
     return whole_of(owner, name, into) && *into >= 0 && *into <= LARGEST;
 }
 
-static int list_of(PyObject *object, Py_ssize_t length)
+static inline int list_of(PyObject *object, Py_ssize_t length)
 {
     return object != NULL && PyList_CheckExact(object) && (length < 0 || PyList_Size(object) == length);
 }
 
-static int set(PyObject *owner, PyObject *name, PyObject *value)
+static inline int set(PyObject *owner, PyObject *name, PyObject *value)
 {
     return owner != NULL && value != NULL && PyObject_SetAttr(owner, name, value) == 0;
 }
 
-static int set_new(PyObject *owner, PyObject *name, PyObject *value)
+static inline int set_new(PyObject *owner, PyObject *name, PyObject *value)
 {
     int done = set(owner, name, value);
     Py_XDECREF(value);
     return done;
 }
 
-static int put(PyObject *list, int64_t place, int64_t value)
+static inline int put(PyObject *list, int64_t place, int64_t value)
 {
     PyObject *number = PyLong_FromLongLong(value);
     return number != NULL && PyList_SetItem(list, (Py_ssize_t)place, number) == 0;
@@ -123,7 +134,7 @@ typedef struct {
     int64_t depth;
 } Recorder;
 
-static int find_recorder(References *references, PyObject *table, Recorder *into)
+static inline int find_recorder(References *references, PyObject *table, Recorder *into)
 {
     PyObject *recorder = look(references, table, s__recorder);
     into->step = look(references, recorder, s_step);
@@ -133,7 +144,7 @@ static int find_recorder(References *references, PyObject *table, Recorder *into
 }
 
 /* `PageTable._note`. */
-static int note(Recorder *recorder, PyObject *page, PyObject *what, PyObject *tag, PyObject *request)
+static inline int note(Recorder *recorder, PyObject *page, PyObject *what, PyObject *tag, PyObject *request)
 {
     if (recorder->depth == 0)
         return 1;
@@ -155,7 +166,7 @@ static int note(Recorder *recorder, PyObject *page, PyObject *what, PyObject *ta
 }
 
 /* An object of a class with slots, none of which is filled: what its `__init__` would set is up to the caller. */
-static PyObject *bare(References *references, PyObject *type)
+static inline PyObject *bare(References *references, PyObject *type)
 {
     newfunc make = (newfunc)PyType_GetSlot((PyTypeObject *)type, Py_tp_new);
     PyObject *none = PyTuple_New(0), *made = none == NULL ? NULL : make((PyTypeObject *)type, none, NULL);

@@ -24,7 +24,7 @@ from kvguard.telemetry import Counters, emit
 from kvguard.violation import Action, Kind, Proof, Violation
 
 try:
-    from kvguard._onward import keep_promises
+    from kvguard._steps import keep_promises
 except ImportError:  # No C compiler when kvguard was installed.
     keep_promises: Callable[..., int] | None = None  # type: ignore[no-redef]
 

@@ -124,7 +124,11 @@ class Guard(BookKeeping):
         has come or gone, a row needs another page, or the books look closer at somebody: call `step` then.
         """
         self._check_thread()
-        return self._short_way(repeat_step(self._books, self._books.step + 1, tokens))
+        made = repeat_step(self._books, self._books.step + 1, tokens)
+        if made is None:
+            return None
+        self._in_flight(made[1])
+        return made[0]
 
     def step_onward(
         self,
@@ -141,14 +145,11 @@ class Guard(BookKeeping):
         those calls. Always so with several pools, and where contents are checked.
         """
         self._check_thread()
-        return self._short_way(continue_step(self._books, self._books.step + 1, grown, published, tokens))
-
-    def _short_way(self, made: tuple[StepDelta, PendingStep] | None) -> StepDelta | None:
+        made = continue_step(self._books, self._books.step + 1, grown, published, tokens)
         if made is None:
             return None
-        delta, pending = made
-        self._in_flight(pending)
-        return delta
+        self._in_flight(made[1])
+        return made[0]
 
     def _in_flight(self, pending: PendingStep) -> None:
         """A step was built: it has its number now."""

@@ -22,9 +22,13 @@ from kvguard.page_table import PageRecord, Promise
 from kvguard.requests import DIGEST, FIELDS, FLOOR, STOP, UNBOUNDED, RequestState
 
 try:
-    from kvguard._onward import advance, grown_by_one
+    from kvguard._onward import advance
 except ImportError:  # No C compiler when kvguard was installed.
     advance: Callable[..., Any] | None = None  # type: ignore[no-redef]
+
+try:
+    from kvguard._steps import grown_by_one
+except ImportError:
 
     def grown_by_one(names: list[str], lists: dict[str, list[Any]], counts: list[int]) -> list[tuple[int, Any]] | None:
         """(place, last element) for each of `names` whose list is one longer than `counts` says at that place.
@@ -258,7 +262,7 @@ def _message(
 ) -> StepDelta:
     """The message of a step that takes `count` pages: `packed` is the batch's new body, then its tag changes."""
     words = len(packed) - 3 * count
-    packed.flags.writeable = False
+    packed.setflags(write=False)
     batch.body = packed[:words]
     plain, kept = plain_sections(books, batch), batch.sections_with
     if kept is None or kept[0] is not plain or kept[1] != count:

@@ -29,6 +29,14 @@ class NumpyArrays:
     def apart(self, stacked: Any) -> list[Any]:
         return list(stacked)
 
+    def on_host(self, array: Any) -> bool:
+        """False: this backend is the oracle, which takes no short way."""
+        return False
+
+    def cells(self, array: Any) -> Any:
+        """The array as a memoryview, which takes a Python integer for a third of what a NumPy element costs."""
+        return array.data
+
     def bind(self, reads: Mapping[str, Any] | None, writes: Mapping[str, Any] | None) -> BoundCheck | None:
         """None: this backend is the oracle, which takes no short way."""
         return None
@@ -66,13 +74,21 @@ class TorchArrays:
         self.upload = self._uploads.upload
         self._torch_op = torch_op
 
+    def on_host(self, array: Any) -> bool:
+        """Whether a look at its values waits for nothing."""
+        return self._torch_op.on_host(array)
+
+    def cells(self, array: Any) -> Any:
+        """The tensor's memory as a memoryview; None where it is not the host's."""
+        return array.numpy().data if array.device.type == "cpu" else None
+
     def apart(self, stacked: Any) -> list[Any]:
         return list(stacked.unbind(0))
 
     def bind(self, reads: Mapping[str, Any] | None, writes: Mapping[str, Any] | None) -> BoundCheck | None:
         """The short way for host memory, see `kvguard.kernels.host_check`."""
         looked_at = reads["table"] if reads is not None else writes["slot_mapping"] if writes is not None else None
-        return bind(reads, writes) if looked_at is not None and self._torch_op.on_host(looked_at) else None
+        return bind(reads, writes) if looked_at is not None and self.on_host(looked_at) else None
 
     def zeros(self, length: int) -> Any:
         return self._torch.zeros(length, dtype=self._torch.int64, device=self._device)

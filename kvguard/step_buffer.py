@@ -100,22 +100,19 @@ class StepBuffer:
             self._rows = None if table_rows is None else list(table_rows)
         self._packed, self._row_spans = packed, row_spans
 
-    def load_further(self, packed: Int64) -> bool:
-        """`load` of another step of the same requests in the same table rows, whose arrays lie where those of the last do.
+    @property
+    def ground(self) -> tuple[Int64, Int64, int] | None:
+        """For another step of the same requests in the same table rows, whose arrays lie where those of this one do.
 
-        False, with nothing sent, where they need a larger buffer, or rows are shared: `load` it.
+        The memory, the table rows that were filled in, and where. None where there is more to it than to overwrite it.
         """
-        words = len(packed)
-        if words > len(self._host) or self._rows is None or not self._rows_distinct or self._packed is None:
-            return False
-        self._packed = None
-        host = self._host
-        host[:words] = packed
-        for start, stop in self._row_spans:
-            host[start:stop] = self._rows_array
-        self._arrays.send(self._device, host, words)
+        if self._packed is None or self._rows is None or not self._rows_distinct or len(self._row_spans) != 1:
+            return None
+        return self._host, self._rows_array, self._row_spans[0][0]
+
+    def was_overwritten(self, packed: Int64) -> None:
+        """What `ground` answered has been filled with the arrays of another step."""
         self._packed = packed
-        return True
 
     def _says_that(self, packed: Int64) -> bool:
         """Whether the arrays that were sent last begin with what these say: a step with tag changes ends with those."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -25,6 +25,12 @@ from kvguard.pools import GuardSetup, PoolSpec
 from kvguard.step_arrays import NumpyArrays, TorchArrays
 from kvguard.step_buffer import StepBuffer
 from kvguard.telemetry import emit
+
+try:
+    from kvguard._steps import change_tags, renew
+except ImportError:  # No C compiler when kvguard was installed.
+    change_tags: Callable[..., None] | None = None  # type: ignore[no-redef]
+    renew: Callable[..., bool] | None = None  # type: ignore[no-redef]
 
 __all__ = ["PendingVerdicts", "PoolInputs", "Verifier", "record_rows"]
 
@@ -80,6 +86,10 @@ class Verifier:
         self._arrays = on_device or NumpyArrays()
         self._tags = {pool.name: self._arrays.zeros(pool.num_pages) for pool in setup.pools}
         self._writers = {pool.name: self._arrays.zeros(pool.num_pages) for pool in setup.pools}
+        self._cells = {
+            pool.name: (self._arrays.cells(self._tags[pool.name]), self._arrays.cells(self._writers[pool.name]))
+            for pool in setup.pools
+        }
         self._step = 0
         self._buffer = StepBuffer(self._arrays)
         self._blanks: dict[str, tuple[Any, list[Any], int]] = {}
@@ -90,6 +100,10 @@ class Verifier:
         """Whether the last step was checked as a whole, so that one that says the same can be checked like it."""
         self._launches: tuple[list[Any], tuple[Any, ...], list[_Launch]] | None = None
         """The launches that were made last, behind what they were made for."""
+        self._ground: tuple[Any, ...] | None = None
+        """For `check_further`: see `_common_ground`."""
+        self._sections: Any = None
+        """The sections that it last found to lie where those of `_launches` do."""
         self._fused: FusedCheck | None = None
         if on_device is not None and backend in DEVICE_BACKENDS:
             self._fused = FusedCheck(
@@ -138,7 +152,7 @@ class Verifier:
         buffer = self._buffer
         buffer.load(delta, table_rows)
         self._step = delta.step
-        self._change_tags(delta.sections)
+        self._change_tags(delta)
         if not checks:
             return PendingVerdicts(step=delta.step, record=None)
         arrays = [buffer.memory, *accepted]
@@ -146,7 +160,7 @@ class Verifier:
         kept = self._launches
         if kept is None or kept[1] != spans or not all(map(operator.is_, kept[0], arrays)):
             kept = self._launches = arrays, spans, self._launches_for(delta, accepted, reads, writes)
-        self._checked = True
+        self._ground, self._sections, self._checked = self._common_ground(), None, True
         return self._launch(delta.step, kept[2])
 
     def _launches_for(self, delta: StepDelta, accepted: list[PoolInputs], reads: int, writes: int) -> list[_Launch]:
@@ -190,34 +204,54 @@ class Verifier:
         """`check` of a delta whose rows are those of the last one, given the inputs and table rows that it was given.
 
         Its rows may have other digests, extents and floors, and tags may have changed. The caller has seen to the inputs
-        and the requests. None, and nothing was done, where it needs a closer look: call `check`.
+        and the requests. A short way for one pool in host memory; None, and nothing was done, anywhere else and where
+        it needs a closer look: call `check`.
         """
-        launches, buffer = self._launches, self._buffer
-        if self._fused is not None or launches is None or not self._checked or delta.step != self._step + 1:
+        ground, kept, sections = self._ground, self._launches, delta.sections
+        if ground is None or kept is None or not self._checked or delta.step != self._step + 1:
             return None
-        _, _, enforce, *tails = launches[1]
-        sections = delta.sections
-        if enforce is not delta.enforce or [section[AFTER_CHANGES:] for section in sections] != tails:
-            return None
+        if sections is not self._sections or delta.enforce is not kept[1][2]:
+            if (delta.enforce, *[section[AFTER_CHANGES:] for section in sections]) != kept[1][2:]:
+                return None
+            self._sections = sections
+        (_, (pages, end), (values, _), (words, _), *_), = sections
         # Never the last step's verdicts once more, should this one fail half way.
         self._checked = False
-        if not buffer.load_further(delta.packed):
-            self._checked = True
-            return None
-        self._step = delta.step
-        self._change_tags(sections)
+        assert renew is not None
+        done = renew(*ground, delta.packed, pages, values, words, end - pages)
         self._checked = True
-        return self._launch(delta.step, launches[2])
+        if not done:
+            return None
+        self._buffer.was_overwritten(delta.packed)
+        self._step = delta.step
+        return self._launch(delta.step, kept[2])
 
-    def _change_tags(self, sections: tuple[PoolSection, ...]) -> None:
+    def _common_ground(self) -> tuple[Any, ...] | None:
+        """What `renew` needs of the step that was just checked; None where the next one cannot be checked like it."""
+        (pool, *others), found = self._setup.pools, self._buffer.ground
+        if renew is None or others or found is None or not self._arrays.on_host(self._buffer.memory):
+            return None
+        tags, writers = self._cells[pool.name]
+        return found[0], tags, writers if self._setup.check_writes else None, found[1], found[2]
+
+    def _change_tags(self, delta: StepDelta) -> None:
         """What changes of the mirrors before the step is checked; the step's arrays are loaded."""
         view, writes = self._buffer.view, self._setup.check_writes
-        for section in sections:
-            if section.tag_pages[0] != section.tag_pages[1]:
-                pool, pages = section.pool, view(section.tag_pages)
-                scatter_tags(page_tag=self._tags[pool], pages=pages, tags=view(section.tag_values))
-                if writes:
-                    scatter_tags(page_tag=self._writers[pool], pages=pages, tags=view(section.tag_writers))
+        for section in delta.sections:
+            changes = section.tag_pages[1] - section.tag_pages[0]
+            if not changes:
+                continue
+            pool = section.pool
+            tags = self._tags[pool]
+            if change_tags is not None and self._arrays.on_host(tags):
+                cells, cells_of_writers = self._cells[pool]
+                starts = section.tag_pages[0], section.tag_values[0], section.tag_writers[0]
+                change_tags(cells, cells_of_writers if writes else None, delta.packed, *starts, changes)
+                continue
+            pages = view(section.tag_pages)
+            scatter_tags(page_tag=tags, pages=pages, tags=view(section.tag_values))
+            if writes:
+                scatter_tags(page_tag=self._writers[pool], pages=pages, tags=view(section.tag_writers))
 
     def _launch(self, step: int, launches: list[_Launch]) -> PendingVerdicts:
         first = launches[0]

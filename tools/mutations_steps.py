@@ -73,7 +73,7 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("onward: what was kept of rooms", ONWARD, "            capacities[row] = state.capacity\n", "            pass\n"),
         ("onward: what was kept of floors", ONWARD, "            floors[row] = floor\n", "            pass\n"),
         ("onward: tag changes sent once", ONWARD, "    table.changes, table.writers = {}, {}\n", ""),
-        ("onward: the seal on what several deltas share", ONWARD, "    packed.flags.writeable = False\n", ""),
+        ("onward: the seal on what several deltas share", ONWARD, "    packed.setflags(write=False)\n", ""),
         ("onward: the body of later steps", ONWARD, "    batch.body = packed[:words]\n", ""),
         ("onward: sections of other columns", ONWARD, "kept is None or kept[0] is not plain or kept[1] != count:", "kept is None or kept[1] != count:"),
         ("onward: sections of other changes", ONWARD, "kept is None or kept[0] is not plain or kept[1] != count:", "kept is None or kept[0] is not plain:"),
