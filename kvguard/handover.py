@@ -114,11 +114,13 @@ class PageHandover(ContentCalls):
             ledger.append(page, table.invent_tag())
         return True
 
-    def may_hand_out(self, pages: Sequence[int], *, pool: str | None = None) -> bool:
-        """Whether nothing stands against handing out these pages: `vet` would refuse none. Reports nothing."""
+    def may_take_over(self, pages: Sequence[int], *, pool: str | None = None) -> bool:
+        """Whether these pages may be handed out as they are: `vet` would refuse none, and nobody has promised to write one.
+
+        Pages that were cached until now need not be retired first: who is given them ends what they were.
+        """
         books = self._books
-        table = books.tables[0 if pool is None else books.index(pool)]
-        return not books.quarantine and table.may_be_handed_out(pages)
+        return not books.quarantine and books.tables[0 if pool is None else books.index(pool)].unclaimed(pages)
 
     def vet(self, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
         """Which of these pages may not be handed out: still held, in quarantine, the null page, outside the pool.
@@ -215,12 +217,10 @@ class PageHandover(ContentCalls):
 
     def unpublish(self, pages: Sequence[int], *, pool: str | None = None) -> None:
         """The pages can no longer be found in the cache; who holds them keeps them."""
-        index = self._books.index(pool)
-        table = self._books.tables[index]
+        table = self._books.tables[self._books.index(pool)]
         for page in pages:
             if 0 <= page < table.spec.num_pages:
-                promise = table.record(page).promise
-                table.unpublish(page)
+                promise = table.unpublish(page)
                 if promise is not None and not promise.dependents:
                     self._books.settle(promise, kept=False)
 

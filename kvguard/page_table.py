@@ -149,12 +149,12 @@ class PageTable:
 
     def unclaimed(self, pages: Sequence[int]) -> bool:
         """`may_be_handed_out`, and nobody has promised to write them either."""
-        if not self.may_be_handed_out(pages):
-            return False
-        records = self._records
+        records, null_page, num_pages = self._records, self.spec.null_page, self.spec.num_pages
         for page in pages:
             record = records.get(page)
-            if record is not None and record.promise is not None:
+            if page == null_page or not 0 <= page < num_pages:
+                return False
+            if record is not None and (record.holders or record.promise is not None):
                 return False
         return True
 
@@ -313,10 +313,12 @@ class PageTable:
         record.publication, record.promise, record.content = key, promise, content
         self._note(page, "promised" if promise is not None else "published", record.tag, request)
 
-    def unpublish(self, page: int) -> None:
-        """The page can no longer be found in the cache."""
+    def unpublish(self, page: int) -> Promise | None:
+        """The page can no longer be found in the cache; returns its open promise, if it had one."""
         record = self.record(page)
+        promise = record.promise
         record.publication = record.promise = record.content = None
+        return promise
 
     def adopt(self, page: int, request: str) -> None:
         """One more ledger holds the page."""

@@ -81,8 +81,10 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *of_file(
         "kvguard/page_table.py",
-        ("onward: pages that are promised", ONWARD, "            if record is not None and record.promise is not None:\n                return False\n", ""),
-        ("onward: pages that may be handed out", ONWARD, "        if not self.may_be_handed_out(pages):\n            return False\n        records", "        records"),
+        ("onward: pages that are promised", ONWARD, "(record.holders or record.promise is not None):", "record.holders:"),
+        ("onward: pages that somebody has", ONWARD, "(record.holders or record.promise is not None):", "record.promise is not None:"),
+        ("onward: the null page", ONWARD, "            if page == null_page or not 0 <= page < num_pages:\n                return False\n            if", "            if not 0 <= page < num_pages:\n                return False\n            if"),
+        ("onward: pages of the pool", ONWARD, "            if page == null_page or not 0 <= page < num_pages:\n                return False\n            if", "            if page == null_page:\n                return False\n            if"),
     ),
     *of_file(
         "kvguard/ledger.py",

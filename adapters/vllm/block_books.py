@@ -105,13 +105,10 @@ class BlockBooks:
     def _taken(self, blocks: list[Any], get_new_blocks: Callable[..., Any]) -> list[Any]:
         """Blocks left the free queue. One that a request still holds is left to it, and another is drawn."""
         pages = [block.block_id for block in blocks]
-        if len(self._groups) == 1 and self.guard.may_hand_out(pages):
-            group_of = self._group_of
-            known = [page for page in pages if page in group_of]
-            if known:
-                for page in known:
-                    del group_of[page]
-                self.guard.retire(known)
+        if len(self._groups) == 1 and self.guard.may_take_over(pages):
+            # A page that was cached until now is taken over as it is, so that decode goes on the short way.
+            for page in pages:
+                self._group_of.pop(page, None)
             self._fresh.update(pages)
             return blocks
         kept = []

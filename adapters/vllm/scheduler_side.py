@@ -108,8 +108,13 @@ class SchedulerSide(BlockBooks):
 
         def guarded_evict(block: Any, *args: Any, **kwargs: Any) -> Any:
             evicted = evict(block, *args, **kwargs)
-            if evicted:
-                self._shielded(lambda: self._unpublished(block.block_id))
+            if evicted and guard.armed:
+                try:
+                    self._unpublished(block.block_id)
+                except GuardHalt:
+                    raise
+                except Exception as error:
+                    guard.fault(error)
             return evicted
 
         pool.get_new_blocks, pool.free_blocks = guarded_get_new_blocks, guarded_free_blocks

@@ -291,16 +291,16 @@ def test_held_and_quarantined_pages_are_vetted_closely() -> None:
     rig.start("a", "b")
     rig.allocate("a", 1)
     rig.allocate("b", 2)
-    assert rig.guard.may_hand_out([3, 4]) and rig.guard.vet([3, 4]) == []
+    assert rig.guard.may_take_over([3, 4]) and rig.guard.vet([3, 4]) == []
     for wrong in (1, 0, 32, -1):
-        assert not rig.guard.may_hand_out([3, wrong])
+        assert not rig.guard.may_take_over([3, wrong])
     assert rig.guard.violations == ()
     assert rig.guard.vet([3, 1, 4]) == [1]
     rig.guard.retire([2], by="b")
     assert aborted(rig.run("a", "b")) == {"b"}
     rig.guard.finish("b")
     assert rig.guard.quarantined(2)
-    assert not rig.guard.may_hand_out([3]) and rig.guard.vet([3, 2]) == [2]
+    assert not rig.guard.may_take_over([3]) and rig.guard.vet([3, 2]) == [2]
 
 
 @pytest.mark.parametrize(("enforce", "control"), [(True, True), (True, False), (False, True), (False, False)])
