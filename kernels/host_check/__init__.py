@@ -49,6 +49,9 @@ def bind(reads: Mapping[str, Any] | None, writes: Mapping[str, Any] | None) -> B
     if _native is None:
         return None
     of_reads, of_writes = reads or _NOTHING, writes or _NOTHING
+    null_page = (of_reads or of_writes)["null_page"]
+    if of_reads and of_writes and of_writes["null_page"] != null_page:
+        return None
     arrays = [of_reads.get(name) for name in _OF_READS] + [of_writes.get(name) for name in _OF_WRITES]
     try:
         check: BoundCheck = _native.HostCheck(
@@ -56,7 +59,7 @@ def bind(reads: Mapping[str, Any] | None, writes: Mapping[str, Any] | None) -> B
             of_reads.get("columns", 0),
             of_reads.get("key", 0),
             of_reads.get("split", 1),
-            (of_reads or of_writes).get("null_page", -1),
+            null_page,
             of_writes.get("page_size", 1),
             of_writes.get("skip_slot", -1),
             of_writes.get("skip_allowed", False),

@@ -78,7 +78,7 @@ static inline int64_t whole_page(const char *at, int64_t step, int wide, int64_t
     int64_t first = load(at, wide);
     if (split == 1)
         return first;
-    if (first < 0 || first % split)
+    if (first % split)
         return -1;
     for (int64_t piece = 1; piece < split; piece++)
         if ((uint64_t)load(at + piece * step, wide) != (uint64_t)first + (uint64_t)piece)
