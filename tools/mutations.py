@@ -214,7 +214,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     *of_file(
         "kvguard/pending_verdicts.py",
         ("the evidence", TAG, "                if row >= 0\n", "                if row < 0\n"),
-        ("the look at the flags on their way back", TAG, "if not np.count_nonzero(found[:, :, layout.FLAGS]):", "if True:"),
+        ("the look at the flags on their way back", TAG, "if self.clean or not np.count_nonzero(found[:, :, layout.FLAGS]):", "if True:"),
         ("rows that were flagged for what they write", WRITES, "for part in (of_reads, of_writes) for", "for part in (of_reads,) for"),
     ),
     *of_file(

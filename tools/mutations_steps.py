@@ -19,6 +19,8 @@ SHARED: Final = f"{CORE}/test_shared_rows.py"
 AGAIN: Final = f"{CORE}/test_step_again.py"
 ONWARD: Final = f"{CORE}/test_onward.py"
 LEDGER: Final = f"{CORE}/test_ledger.py"
+NATIVE: Final = "tests/kernels/test_host_check.py"
+IN_C: Final = f"{CORE}/test_host_check_steps.py"
 
 STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
     *of_file(
@@ -158,7 +160,21 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("again: a delta that was lost", AGAIN, "if not delta.again or delta.step != self._step + 1 or", "if not delta.again or"),
         ("launches kept for other arrays", SHORT, " or not all(map(operator.is_, kept[0], arrays)):", ":"),
         ("launches kept for other spans", AGAIN, "kept is None or kept[1] != spans or", "kept is None or"),
+        ("native: every pool", IN_C, "if not launch.bound(view, pool):", "if not pool and not launch.bound(view, pool):"),
+        ("native: which pool it is", IN_C, "if not launch.bound(view, pool):", "if not launch.bound(view, 0):"),
+        ("native: pools of which nobody says what is written", IN_C, "whole = launch.of_writes is not None or not writes", "whole = True"),
+        ("native: the answer", IN_C, "                if not launch.bound(view, pool):  # type: ignore[misc]  # all are bound, or none is\n                    break\n", "                launch.bound(view, pool)  # type: ignore[misc]\n"),
+        ("native: what is done where it is not clean", IN_C, "for part in (of_pool[:reads], of_pool[reads:])]", "for part in (of_pool[:reads].clone(), of_pool[reads:].clone())]"),
         ("again: after a step that was not checked", AGAIN, " or not self._checked:\n            return None\n", ":\n            return None\n"),
+    ),
+    *of_file(
+        "kvguard/step_arrays.py",
+        ("native: tensors on a device", IN_C, " and self._torch_op.on_host(looked_at)", ""),
+    ),
+    *of_file(
+        "kernels/host_check/__init__.py",
+        ("native: two null pages", NATIVE, "of_writes[\"null_page\"] != null_page", "False"),
+        ("native: what is bound of the writes", NATIVE, "(\"slot_mapping\", \"query_start\", \"query_row\", \"lengths\", \"writer\", \"floor\", \"page_writer\")", "(\"slot_mapping\", \"query_start\", \"query_row\", \"lengths\", \"writer\", \"nothing\", \"page_writer\")"),
     ),
     *of_file(
         "kvguard/fused.py",

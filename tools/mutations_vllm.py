@@ -142,6 +142,12 @@ VLLM_MUTATIONS: Final = (
         new="                pass\n",
     ),
     Mutation(
+        name="vllm-ranks-of-which-one-was-clean", path=RANKS,
+        tests=("tests/vllm/test_no_sync.py::test_what_one_rank_found_clean_is_not_what_all_found",),
+        old=", view=None, clean=False)",
+        new=")",
+    ),
+    Mutation(
         name="vllm-first-rank-speaks-alone", path=RANKS, tests=("tests/vllm/test_no_sync.py::test_the_worst_rank_speaks_for_all",),
         old="    place = weight.argmax(0)[None",
         new="    place = (weight * 0).argmax(0)[None",

@@ -260,13 +260,16 @@ static int take(Array *array, PyObject *given, int dimensions)
     return 0;
 }
 
-/* Whether the arrays of what rows read fit together, and no sum of what follows from their sizes wraps. */
+/* Whether the arrays of what rows read fit together, or there are none, and no sum of what follows from their sizes
+ * wraps. */
 static int reads_fit(HostCheck *self)
 {
     const Array *array = self->array;
+    int given = 0;
     for (int place = TABLE; place <= EXTENT_STOP; place++)
-        if (!array[place].view.obj)
-            return 0;
+        given += array[place].view.obj != NULL;
+    if (given <= EXTENT_STOP - TABLE)
+        return !given;
     self->read_records = array[ROW_INDEX].length;
     if (self->split < 1 || array[PAGE_TAG].length > INT64_MAX / self->split)
         return 0;
@@ -279,8 +282,13 @@ static int reads_fit(HostCheck *self)
 static int writes_fit(HostCheck *self)
 {
     const Array *array = self->array;
-    if (!array[LENGTHS].view.obj || !array[WRITER].view.obj || !array[PAGE_WRITER].view.obj)
-        return 0;
+    int given = 0, optional = 0;
+    for (int place = SLOT_MAPPING; place < ARRAYS; place++) {
+        given += array[place].view.obj != NULL;
+        optional += array[place].view.obj && (place == QUERY_START || place == QUERY_ROW || place == FLOOR);
+    }
+    if (given - optional < 4)
+        return !given;
     const int64_t rows = array[WRITER].length;
     if (self->page_size < 1 || array[PAGE_WRITER].length > INT64_MAX / self->page_size)
         return 0;
@@ -322,8 +330,7 @@ static PyObject *make(PyTypeObject *type, PyObject *arguments, PyObject *Py_UNUS
     for (int place = 0; place < ARRAYS; place++)
         if (take(&self->array[place], PyTuple_GetItem(arrays, place), place == TABLE ? 2 : 1))
             goto refused;
-    if ((self->array[TABLE].view.obj && !reads_fit(self))
-        || (self->array[SLOT_MAPPING].view.obj && !writes_fit(self))) {
+    if (!reads_fit(self) || !writes_fit(self)) {
         PyErr_SetString(PyExc_ValueError, "the arrays do not fit together");
         goto refused;
     }

@@ -220,14 +220,14 @@ def test_a_changed_pyproject_updates_in_place(make_env: ModuleType, workshop: li
     assert make_env.main() == 0 and workshop == ["torch", "pip [dev]"]
 
 
-@pytest.mark.parametrize("place", ["kernels/operation/fast.c", "kvguard/fast.c"])
+@pytest.mark.parametrize("place", ["kernels/operation/fast.c", "kernels/fast.h", "kvguard/fast.c", "kvguard/fast.h"])
 def test_a_changed_c_source_is_built_in_place(
     place: str, make_env: ModuleType, workshop: list[str], tmp_path: Path
 ) -> None:
     """A C source that is new, or says something else, is built into the environment that is there."""
     make_env.main()
     source = tmp_path / place
-    source.parent.mkdir(parents=True)
+    source.parent.mkdir(parents=True, exist_ok=True)
     for text in ("int one;", "int two;"):
         source.write_text(text)
         workshop.clear()

@@ -19,6 +19,7 @@ MODULES = ("kvguard", *(f"kvguard.{link}" for link in LINKS), "kvguard.config", 
 PACKED = ("*.py", "*.pyi", "*.json", "*.safetensors", "*.j2", "*.html", "*.md", "py.typed")
 EXTENSIONS = ("kvguard.kernels.host_check._native", "kvguard._onward")
 SOURCES = ("kvguard/kernels/host_check/host_check.c", "kvguard/_onward.c")
+HEADERS = ("kvguard/kernels/mixing.h", "kvguard/_onward.h")
 needs_a_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CC", "cc")) is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
     reason="no C compiler, or no Python.h",
@@ -183,7 +184,7 @@ def test_the_sdist_holds_the_c_sources(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert set(SOURCES) <= names
+    assert {*SOURCES, *HEADERS} <= names
 
 
 @pytest.mark.slow

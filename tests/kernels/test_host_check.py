@@ -28,6 +28,7 @@ from tests.kernels.token_row_cases import Arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "kernels" / "host_check" / "host_check.c"
+MIXING = ROOT / "kernels" / "mixing.h"
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 HEADERS = Path(sysconfig.get_path("include"))
 built = pytest.mark.skipif(not is_built(), reason="NATIVE CHECK NOT TESTED: kvguard was installed without a C compiler")
@@ -144,12 +145,12 @@ def test_what_it_does_not_know_is_not_bound() -> None:
         assert bind(reads | {name: reads[name][None]}, None) is None, name
         if name not in ("table", "page_tag"):
             assert bind(reads | {name: reads[name][:-1]}, None) is None, name
-            assert bind(reads | {name: None}, None) is None, name
+        assert bind(reads | {name: None}, None) is None, name
     for name in ("query_start", "lengths", "writer", "floor", "page_writer"):
         assert bind(None, writes | {name: writes[name].astype(np.float32)}) is None, name
         if name not in ("lengths", "page_writer"):
             assert bind(None, writes | {name: writes[name][:-1]}) is None, name
-    for name in ("lengths", "writer", "page_writer"):
+    for name in ("slot_mapping", "lengths", "writer", "page_writer"):
         assert bind(None, writes | {name: None}) is None, name
     assert bind(None, writes | {"query_row": np.arange(len(writes["writer"]) + 1)}) is None
     assert bind(None, writes | {"page_writer": writes["page_writer"][:0]}) is None
@@ -179,6 +180,22 @@ def test_a_record_that_does_not_fit_is_refused() -> None:
             check(*wrong)
 
 
+@built
+def test_no_reference_is_kept_or_dropped_too_much() -> None:
+    """Of what was bound, of what was refused, of a record, and of the type itself."""
+    reads = Reads(np.random.default_rng(2), 1).given()
+    record = np.zeros((1, len(reads["row_index"]), 4), np.int64)
+    counted: list[Any] = [reads["expected"], reads["extent_stop"], record, host_check._native.HostCheck]
+    before = list(map(sys.getrefcount, counted))
+    for _ in range(10):
+        check: Any = bind(reads, None)
+        assert check(record, 0) and bind(reads | {"table": None}, None) is None
+        with pytest.raises(ValueError, match="record must be"):
+            check(record, 1)
+    del check
+    assert list(map(sys.getrefcount, counted)) == before
+
+
 def test_without_the_extension_nothing_is_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything goes on as it did."""
     monkeypatch.setattr(host_check, "_native", None)
@@ -200,7 +217,9 @@ def build(source: str, path: Path, *options: str) -> None:
 @pytest.mark.slow
 def test_a_check_that_lacks_anything_gives_a_wrong_answer(tmp_path: Path) -> None:
     """One thing at a time is taken out of the source. The source itself gives none, and no sum in it overflows."""
-    text = SOURCE.read_text()
+    include = '#include "../mixing.h"\n'
+    assert include in SOURCE.read_text()
+    text = SOURCE.read_text().replace(include, MIXING.read_text())
     for number, (name, old, new) in enumerate(MUTANTS):
         assert text.count(old) == 1, f"{name}: its text is there {text.count(old)} times"
         build(text.replace(old, new), tmp_path / f"{number}.so")
