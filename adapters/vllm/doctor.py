@@ -12,7 +12,7 @@ from kvguard.adapters.vllm import layout, plugin
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_TARGET = "kvguard.adapters.vllm.plugin:register"
-NATIVE_PARTS = ("kvguard.kernels.host_check._native", "kvguard._onward")
+NATIVE_PARTS = ("kvguard.kernels.host_check._native", "kvguard._onward", "kvguard._steps")
 
 
 def examine() -> list[Finding]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import sysconfig
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Callable
 from fnmatch import fnmatch
@@ -17,9 +18,11 @@ import pytest
 LINKS = ("kernels", "adapters", "fault_injection")
 MODULES = ("kvguard", *(f"kvguard.{link}" for link in LINKS), "kvguard.config", "kvguard.cli")
 PACKED = ("*.py", "*.pyi", "*.json", "*.safetensors", "*.j2", "*.html", "*.md", "py.typed")
-EXTENSIONS = ("kvguard.kernels.host_check._native", "kvguard._onward")
-SOURCES = ("kvguard/kernels/host_check/host_check.c", "kvguard/_onward.c")
-HEADERS = ("kvguard/kernels/mixing.h", "kvguard/_onward.h")
+DECLARED = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())
+MODULES_IN_C = DECLARED["tool"]["setuptools"]["ext-modules"]
+EXTENSIONS = tuple(module["name"] for module in MODULES_IN_C)
+SOURCES = tuple(source for module in MODULES_IN_C for source in module["sources"])
+HEADERS = tuple({header for module in MODULES_IN_C for header in module["depends"]})
 needs_a_compiler = pytest.mark.skipif(
     shutil.which(os.environ.get("CC", "cc")) is None or not Path(sysconfig.get_path("include"), "Python.h").exists(),
     reason="no C compiler, or no Python.h",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tomllib
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -85,6 +87,8 @@ def test_the_native_parts_are_there_or_named(monkeypatch: pytest.MonkeyPatch) ->
         _, findings, _ = run("--engine", "vllm")
         return [(found["verdict"], found["text"]) for found in findings if found["topic"] == "vllm native parts"]
 
+    declared = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())
+    assert list(vllm_doctor.NATIVE_PARTS) == [part["name"] for part in declared["tool"]["setuptools"]["ext-modules"]]
     # Stand-ins: this environment may have been built with a compiler or without.
     monkeypatch.setattr(vllm_doctor, "NATIVE_PARTS", ("kvguard.pools",))
     assert said() == [("ok", "built: a clean step on a CPU is found to be one in C")]
