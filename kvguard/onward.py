@@ -23,23 +23,24 @@ from kvguard.requests import DIGEST, FIELDS, FLOOR, STOP, UNBOUNDED, RequestStat
 
 try:
     from kvguard._onward import advance
+    from kvguard._steps import grown_by_one as grown_in_c
 except ImportError:  # No C compiler when kvguard was installed.
     advance: Callable[..., Any] | None = None  # type: ignore[no-redef]
+    grown_in_c: Callable[..., Any] | None = None  # type: ignore[no-redef]
 
-try:
-    from kvguard._steps import grown_by_one
-except ImportError:
 
-    def grown_by_one(names: list[str], lists: dict[str, list[Any]], counts: list[int]) -> list[tuple[int, Any]] | None:
-        """(place, last element) for each of `names` whose list is one longer than `counts` says at that place.
+def grown_by_one(names: list[str], lists: dict[str, list[Any]], counts: list[int]) -> list[tuple[int, Any]] | None:
+    """(place, last element) for each of `names` whose list is one longer than `counts` says at that place.
 
-        None where one has changed in another way.
-        """
-        lengths = list(map(len, map(lists.__getitem__, names)))
-        places = list(compress(count(), map(ne, lengths, counts)))
-        if any(lengths[place] != counts[place] + 1 for place in places):
-            return None
-        return [(place, lists[names[place]][-1]) for place in places]
+    None where one has changed in another way.
+    """
+    if grown_in_c is not None:
+        return grown_in_c(names, lists, counts)
+    lengths = [len(lists.get(name, ())) for name in names]
+    places = list(compress(count(), map(ne, lengths, counts)))
+    if any(lengths[place] != counts[place] + 1 for place in places):
+        return None
+    return [(place, lists[names[place]][-1]) for place in places]
 
 
 def repeat_step(books: Books, step: int, tokens: int) -> tuple[StepDelta, PendingStep] | None:

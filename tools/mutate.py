@@ -18,7 +18,9 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
+import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -146,8 +148,30 @@ def mutated_text(source: str, mutation: Mutation) -> str:
     if count != 1 or mutation.old == mutation.new:
         raise MutationError(f"{mutation.path}: its text occurs {count} times, not once: bring it up to date")
     text = source.replace(mutation.old, mutation.new)
-    compile(text, mutation.path, "exec")
+    if mutation.path.endswith(".py"):
+        compile(text, mutation.path, "exec")
     return text
+
+
+def extension_of(tree: Path, path: str) -> Path | None:
+    """Where the C extension that this source belongs to is built; None for a source in Python. ValueError: nowhere."""
+    if not path.endswith(".c"):
+        return None
+    settings = tomllib.loads((tree / "pyproject.toml").read_text(encoding="utf-8"))
+    for module in settings["tool"]["setuptools"]["ext-modules"]:
+        if path in module["sources"]:
+            return tree / f"{module['name'].replace('.', '/')}.abi3.so"
+    raise ValueError(f"pyproject.toml builds no extension from {path}")
+
+
+def build_extension(source: Path, extension: Path) -> None:
+    """In the place of the one that is there, which another process may have loaded. MutationError where it fails."""
+    command = [os.environ.get("CC", "cc"), "-O1", "-shared", "-fPIC", "-DPy_LIMITED_API=0x030B0000"]
+    command += [f"-I{sysconfig.get_paths()['include']}", str(source), "-o", str(extension)]
+    extension.unlink(missing_ok=True)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise MutationError(f"the mutated C does not compile: {done.stderr[-500:]}")
 
 
 def try_mutation(
@@ -163,14 +187,18 @@ def try_mutation(
     went red and is not among them is run once more without it.
     """
     green = set() if green is None else green
-    path = tree / mutation.path
+    path, extension = tree / mutation.path, extension_of(tree, mutation.path)
     source = path.read_text(encoding="utf-8")
     try:
         path.write_text(mutated_text(source, mutation), encoding="utf-8")
+        if extension is not None:
+            build_extension(path, extension)
         done = run_tests(tree, [hint] if hint else mutation.tests, warm)
         if hint and done.returncode != RED:
             done = run_tests(tree, mutation.tests, warm)
         path.write_text(source, encoding="utf-8")
+        if extension is not None:
+            build_extension(path, extension)
         red = re.search(r"^FAILED (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
         if done.returncode == RED and red is not None:
             if red.group(1) not in green:
@@ -181,8 +209,13 @@ def try_mutation(
         return Outcome(name=mutation.name, error=str(error))
     finally:
         path.write_text(source, encoding="utf-8")
+        if extension is not None:
+            build_extension(path, extension)
     if done.returncode == GREEN:
         return Outcome(name=mutation.name)
+    if extension is not None and done.returncode < 0:
+        # In C a look past an array ends the tests rather than one of them.
+        return Outcome(name=mutation.name, red=f"signal {-done.returncode}")
     return Outcome(name=mutation.name, error=f"pytest exit code {done.returncode}: {done.stdout[-500:]}")
 
 

@@ -12,6 +12,7 @@ from typing import Final
 from tools.mutation import Mutation, of_file
 from tools.mutations_contents import CONTENT_MUTATIONS
 from tools.mutations_kernels import KERNEL_MUTATIONS
+from tools.mutations_native import NATIVE_MUTATIONS
 from tools.mutations_scenarios import SCENARIO_MUTATIONS
 from tools.mutations_steps import STEP_MUTATIONS
 
@@ -410,6 +411,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *KERNEL_MUTATIONS,
     *STEP_MUTATIONS,
+    *NATIVE_MUTATIONS,
     *CONTENT_MUTATIONS,
     *SCENARIO_MUTATIONS,
 )  # fmt: skip

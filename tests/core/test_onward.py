@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 import kvguard.onward as onward_module
 from kvguard.content_key import ContentDomain
 from kvguard.guard import Guard
+from kvguard.kernels.mixing import mix
 from kvguard.messages import StepDelta
 from kvguard.page_table import Promise
 from kvguard.pools import PoolSpec
@@ -114,6 +115,21 @@ class DecodingTwins(Twins):
         self.batch, self.last = names, dict(zip(names, ends, strict=True))
         self.in_flight.append((delta.step, names))
         assert standing(self.short) == standing(self.long)
+
+    def finish(self) -> None:
+        """Pages of some requests stay in the cache: whoever draws one takes it over as it is."""
+        if self.tokens and self.rng.random() < 0.4:
+            name = self.rng.choice(sorted(self.tokens))
+            self.each(lambda guard: guard.finish(name))
+            del self.tokens[name]
+            for pages in self.held.pop(name).values():
+                idle = [page for page in pages if self.each(lambda guard, page=page: guard.may_take_over([page]))]  # type: ignore[misc]
+                rest = [page for page in pages if page not in idle]
+                self.each(lambda guard, rest=rest: guard.retire(rest).reusable)  # type: ignore[misc]
+                self.free["main"][:0] = idle
+                self.free["main"] += rest
+        else:
+            super().finish()
 
     def key(self, name: str) -> Hashable:
         """Now and then one that another page is published under."""
@@ -225,6 +241,72 @@ def test_a_page_that_an_earlier_step_filled_is_kept_by_that_one_or_complete(made
     assert made_in_c in (None, [True] * 2)
 
 
+def test_a_step_in_flight_answers_for_its_own_row(made_in_c: list[bool] | None) -> None:
+    """A page that it has filled is kept or not as its writer's row there is proven, whoever else is flagged."""
+    for flagged, state in (("a", "complete"), ("b", "allocated")):
+        rig = decoding()
+        first = onward(rig, [(0, 5)])
+        second = rig.guard.step_again()
+        assert first is not None and second is not None
+        pending = rig.check(first)
+        flag(rig, flagged)
+        pending_two = rig.check(second)
+        third = onward(rig, [(1, 6)], [(1, 1, "late")])
+        assert third is not None and rig.guard.page_state(4) == "promised"
+        assert [row for row, _ in rig.guard._books.pending[second.step].promises] == [1]
+        assert rig.judge(pending).clean
+        assert aborted(rig.judge(pending_two)) == {flagged}
+        assert rig.guard.page_state(4) == state
+    assert made_in_c in (None, [True] * 4)
+
+
+def test_a_cached_page_that_nobody_holds_is_taken_over_as_it_is(made_in_c: list[bool] | None) -> None:
+    """What it held ends with it: its key finds it no more, and who was promised it is told from its new owner."""
+    rig = decoding()
+    rig.guard.publish("idle", 0, "cached")
+    books = rig.guard._books
+    assert rig.judge(rig.check(rig.guard.step(["a", "b", "idle"], [0, 1, 2], [8, 6, 8], [8, 6, 0]))).clean
+    rig.guard.finish("idle")
+    for ends in ([8, 6], [8, 6]):
+        step = rig.guard.step(["a", "b"], [0, 1], ends, ends)
+        rig.judge(rig.check(step))
+    tag = books.tables[0].tag(9)
+    assert rig.guard.page_state(9) == "complete" and tag
+    assert onward(rig, [(0, 9)]) is not None
+    record = books.tables[0].record(9)
+    assert record.former == ("cached", tag) and record.publication is None and record.tag != tag
+    assert rig.guard.page_state(9) == "allocated" and record.holders == {"a"}
+
+
+def test_terms_that_were_not_summed_yet_are_in_the_digest() -> None:
+    """A ledger that nobody asked for its digest since it grew."""
+    rig = decoding()
+    ledger = rig.guard._books.state("a").ledgers[0]
+    ledger._digest, ledger._summed = mix(ledger._key, 0, ledger.tag(0)), 1
+    delta = onward(rig, [(0, 5)])
+    assert delta is not None and rig.judge(rig.check(delta)).clean
+
+
+def test_rows_of_which_nobody_said_where_they_write_go_as_far_as_their_pages() -> None:
+    """And no further."""
+    rig = Rig()
+    rig.start("a", "b")
+    rig.allocate("a", 1, 2)
+    rig.allocate("b", 3, 4, 6, 7)
+    for end in (7, 8):
+        assert rig.judge(rig.check(rig.guard.step(["a", "b"], [0, 1], [end, end]))).clean
+    assert onward(rig, [(0, 5)]) is not None
+    assert [rig.guard.step_again() is not None for _ in range(4)] == [True, True, True, False], "it ends at 12"
+
+
+def _other_tag(rig: Rig) -> None:
+    rig.guard._books.tables[0].record(3).tag += 1
+
+
+def _promised(rig: Rig) -> None:
+    rig.guard._books.tables[0].record(3).promise = Promise("main", 3, 0, rig.guard._books.state("b"), 4)
+
+
 def _stall(rig: Rig) -> None:
     rig.guard._books.state("b").stalled = True
 
@@ -244,6 +326,8 @@ NOT_ONWARD: dict[str, tuple[Callable[[Rig], Any], list[tuple[int, int]], list[tu
     "a ledger that has changed": (lambda rig: rig.allocate("b", 6), [(0, 5)], []),
     "a page in quarantine": (lambda rig: rig.guard._books.quarantine_page(0, 20), [(0, 5)], []),
     "a gap at the end": (lambda rig: _gap(rig), [(0, 5)], []),
+    "a page that the row has no more": (_other_tag, [(0, 5)], [(1, 0, "key")]),
+    "a page that is promised already": (_promised, [(0, 5)], [(1, 0, "key")]),
 }
 
 
