@@ -80,7 +80,7 @@ class TorchArrays:
 
     def cells(self, array: Any) -> Any:
         """The tensor's memory as a memoryview; None where it is not the host's."""
-        return array.numpy().data if array.device.type == "cpu" else None
+        return array.numpy().data if self.on_host(array) else None
 
     def apart(self, stacked: Any) -> list[Any]:
         return list(stacked.unbind(0))
