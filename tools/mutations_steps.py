@@ -169,7 +169,7 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *of_file(
         "kvguard/step_arrays.py",
-        ("native: tensors on a device", IN_C, " and self._torch_op.on_host(looked_at)", ""),
+        ("native: tensors on a device", IN_C, " and self.on_host(looked_at)", ""),
     ),
     *of_file(
         "kernels/host_check/__init__.py",
