@@ -73,7 +73,8 @@ class Ways:
         slots = self.rigs[0].mapping(spans)
         undo = self.spoil(rng.choice(FAULTS), slots, spans) if rng.random() < 0.5 else None
         pending = self.each(lambda rig: rig.start_step(spans, list(slots)))
-        again: list[Any] = [rig.guard.step_again(0) for rig in self.rigs] if undo is None and rng.random() < 0.7 else [None]
+        repeats = undo is None and rng.random() < 0.7
+        again: list[Any] = [rig.guard.step_again(0) if repeats else None for rig in self.rigs]
         self.compare(pending)
         if all(delta is not None for delta in again):
             fault = rng.choice(("table", "null", "vacant", "mirror"))
