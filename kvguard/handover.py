@@ -115,7 +115,7 @@ class PageHandover(ContentCalls):
         return True
 
     def may_take_over(self, pages: Sequence[int], *, pool: str | None = None) -> bool:
-        """Whether these pages may be handed out as they are: `vet` would refuse none, and nobody has promised to write one.
+        """Whether these pages may be handed out as they are: `vet` would refuse none, and none is promised.
 
         Pages that were cached until now need not be retired first: who is given them ends what they were.
         """

@@ -115,7 +115,7 @@ def _advanced(
     size: int,
     further: int,
 ) -> tuple[StepDelta, PendingStep] | None:
-    """What `continue_step` comes to, in C (`kvguard/_onward.c`); None, with nothing changed, in all but the usual case."""
+    """What `continue_step` comes to, in C (`_onward.c`); None, with nothing changed, in all but the usual case."""
     body, taken, packed = batch.body, len(grown), None
     assert body is not None and advance is not None
     if taken:

@@ -100,7 +100,7 @@ class Verifier:
         """Whether the last step was checked as a whole, so that one that says the same can be checked like it."""
         self._launches: tuple[list[Any], tuple[Any, ...], list[_Launch]] | None = None
         """The launches that were made last, behind what they were made for."""
-        self._ground: tuple[Any, ...] | None = None
+        self._ground: tuple[Any, Any, Any, Any, int] | None = None
         """For `check_further`: see `_common_ground`."""
         self._sections: Any = None
         """The sections that it last found to lie where those of `_launches` do."""
@@ -203,9 +203,9 @@ class Verifier:
     def check_further(self, delta: StepDelta) -> PendingVerdicts | None:
         """`check` of a delta whose rows are those of the last one, given the inputs and table rows that it was given.
 
-        Its rows may have other digests, extents and floors, and tags may have changed. The caller has seen to the inputs
-        and the requests. A short way for one pool in host memory; None, and nothing was done, anywhere else and where
-        it needs a closer look: call `check`.
+        Its rows may have other digests, extents and floors, and tags may have changed. The caller has seen to the
+        inputs and the requests. A short way for one pool in host memory; None, and nothing was done, anywhere else and
+        where it needs a closer look: call `check`.
         """
         ground, kept, sections = self._ground, self._launches, delta.sections
         if ground is None or kept is None or not self._checked or delta.step != self._step + 1:
@@ -226,7 +226,7 @@ class Verifier:
         self._step = delta.step
         return self._launch(delta.step, kept[2])
 
-    def _common_ground(self) -> tuple[Any, ...] | None:
+    def _common_ground(self) -> tuple[Any, Any, Any, Any, int] | None:
         """What `renew` needs of the step that was just checked; None where the next one cannot be checked like it."""
         (pool, *others), found = self._setup.pools, self._buffer.ground
         if renew is None or others or found is None or not self._arrays.on_host(self._buffer.memory):

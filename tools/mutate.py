@@ -26,6 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 if str(ROOT) not in sys.path:
@@ -153,22 +154,30 @@ def mutated_text(source: str, mutation: Mutation) -> str:
     return text
 
 
-def extension_of(tree: Path, path: str) -> Path | None:
-    """Where the C extension that this source belongs to is built; None for a source in Python. ValueError: nowhere."""
-    if not path.endswith(".c"):
+class Extension(NamedTuple):
+    """A C extension: what it is built of, and where."""
+
+    sources: tuple[str, ...]
+    built: Path
+
+
+def extension_of(tree: Path, path: str) -> Extension | None:
+    """The extension that a C source or header belongs to; None for a source in Python. ValueError: none."""
+    if path.endswith(".py"):
         return None
     settings = tomllib.loads((tree / "pyproject.toml").read_text(encoding="utf-8"))
     for module in settings["tool"]["setuptools"]["ext-modules"]:
-        if path in module["sources"]:
-            return tree / f"{module['name'].replace('.', '/')}.abi3.so"
+        if path in (*module["sources"], *module.get("depends", ())):
+            sources = tuple(str(tree / source) for source in module["sources"])
+            return Extension(sources, tree / f"{module['name'].replace('.', '/')}.abi3.so")
     raise ValueError(f"pyproject.toml builds no extension from {path}")
 
 
-def build_extension(source: Path, extension: Path) -> None:
+def build_extension(extension: Extension) -> None:
     """In the place of the one that is there, which another process may have loaded. MutationError where it fails."""
     command = [os.environ.get("CC", "cc"), "-O1", "-shared", "-fPIC", "-DPy_LIMITED_API=0x030B0000"]
-    command += [f"-I{sysconfig.get_paths()['include']}", str(source), "-o", str(extension)]
-    extension.unlink(missing_ok=True)
+    command += [f"-I{sysconfig.get_paths()['include']}", *extension.sources, "-o", str(extension.built)]
+    extension.built.unlink(missing_ok=True)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise MutationError(f"the mutated C does not compile: {done.stderr[-500:]}")
@@ -192,13 +201,13 @@ def try_mutation(
     try:
         path.write_text(mutated_text(source, mutation), encoding="utf-8")
         if extension is not None:
-            build_extension(path, extension)
+            build_extension(extension)
         done = run_tests(tree, [hint] if hint else mutation.tests, warm)
         if hint and done.returncode != RED:
             done = run_tests(tree, mutation.tests, warm)
         path.write_text(source, encoding="utf-8")
         if extension is not None:
-            build_extension(path, extension)
+            build_extension(extension)
         red = re.search(r"^FAILED (.+?)(?: - .*)?$", done.stdout, re.MULTILINE)
         if done.returncode == RED and red is not None:
             if red.group(1) not in green:
@@ -210,7 +219,7 @@ def try_mutation(
     finally:
         path.write_text(source, encoding="utf-8")
         if extension is not None:
-            build_extension(path, extension)
+            build_extension(extension)
     if done.returncode == GREEN:
         return Outcome(name=mutation.name)
     if extension is not None and done.returncode < 0:

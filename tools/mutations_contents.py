@@ -109,7 +109,7 @@ CONTENT_MUTATIONS: Final[tuple[Mutation, ...]] = (
     *of_file(
         "kvguard/page_table.py",
         ("contents: a page that was handed on", CONTENTS, "            record.former = (record.publication, record.tag)\n        record.publication = record.promise = record.content = None\n", "            record.former = (record.publication, record.tag)\n        record.publication = record.promise = None\n"),
-        ("contents: a page that left the cache", CONTENTS, "        record = self.record(page)\n        record.publication = record.promise = record.content = None\n", "        record = self.record(page)\n        record.publication = record.promise = None\n"),
+        ("contents: a page that left the cache", CONTENTS, "        promise = record.promise\n        record.publication = record.promise = record.content = None\n", "        promise = record.promise\n        record.publication = record.promise = None\n"),
         ("contents: a promise that was broken", CONTENTS, "            record.publication = record.content = None\n", "            record.publication = None\n"),
     ),
     *of_file(

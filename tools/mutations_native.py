@@ -12,7 +12,7 @@ STEPS_IN_C: Final = "tests/core/test_steps_in_c.py"
 
 NATIVE_MUTATIONS: Final[tuple[Mutation, ...]] = (
     *of_file(
-        "kvguard/_onward.c",
+        "kvguard/_onward_look.h",
         ("c: pages of the pool", ONWARD, "if (take->page >= work->num_pages || take->page == work->null_page)", "if (take->page == work->null_page)"),
         ("c: the null page", ONWARD, "if (take->page >= work->num_pages || take->page == work->null_page)", "if (take->page >= work->num_pages)"),
         ("c: two pages of one row", ONWARD, "work->taken[other].row == take->row || ", ""),
@@ -38,6 +38,9 @@ NATIVE_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("c: pages that a later step fills", ONWARD, " || one->need > end + work->further)", ")"),
         ("c: pages that an earlier step has filled", ONWARD, "if (one->need <= end + work->before && !look_for_keeper(work, one))", "if (0)"),
         ("c: the room of rows that grew", ONWARD, "PyList_SetItem(rooms, (Py_ssize_t)work->taken[i].row, value) < 0)", "0)"),
+    ),
+    *of_file(
+        "kvguard/_onward.c",
         ("c: the former publication", ONWARD, "!set_new(take->record, s_former, pair) || ", ""),
         ("c: the end of the former publication", ONWARD, "        if (!set_new(take->record, s_former, pair) || !set(take->record, s_publication, Py_None) ||", "        if (!set_new(take->record, s_former, pair) ||"),
         ("c: who holds the page", ONWARD, "PySet_Add(holders, request) == 0 && ", ""),
@@ -97,7 +100,18 @@ NATIVE_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("c: the table rows of the step", STEPS_IN_C, "memcpy((char *)host->buf + row_start * 8, rows->buf, (size_t)rows->len);", ""),
     ),
     *of_file(
+        "kvguard/books.py",
+        ("the breaking of a stalled writer's promises", "tests/core/test_rearming.py", "            self.settle(promise, kept=not promise.writer.stalled)\n", "            self.settle(promise, kept=True)\n"),
+        ("promises that C has left", STEPS_IN_C, "for _, promise in promises[done:]:", "for _, promise in promises[:0]:"),
+    ),
+    *of_file(
+        "kvguard/onward.py",
+        ("lists that have grown by more", STEPS_IN_C, "    if any(lengths[place] != counts[place] + 1 for place in places):\n        return None\n", ""),
+    ),
+    *of_file(
         "kvguard/verifier.py",
+        ("c: the mirror of the writers", "tests/core/test_host_check_steps.py", "change_tags(cells, cells_of_writers if writes else None,", "change_tags(cells, None,"),
+        ("further: the mirror of the writers", STEPS_IN_C, "writers if self._setup.check_writes else None, found[1]", "None, found[1]"),
         ("further: a step that is lost", STEPS_IN_C, "or not self._checked or delta.step != self._step + 1:\n            return None\n        if sections", "or not self._checked:\n            return None\n        if sections"),
         ("further: another enforcement", STEPS_IN_C, " or delta.enforce is not kept[1][2]:", ":"),
         ("further: other places", STEPS_IN_C, "                return None\n            self._sections = sections\n", "                pass\n            self._sections = sections\n"),

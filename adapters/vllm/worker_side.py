@@ -112,18 +112,18 @@ class WorkerSide:
             pending = self._check(payload, *self._look_at(*prepared))
             self._last = self._look(*prepared)
             return pending
-        pending = None
+        found: PendingVerdicts | None = None
         if delta.again:
-            pending = verifier.check_again(delta)
+            found = verifier.check_again(delta)
         elif delta.requests == self._requests:
-            pending = verifier.check_further(delta)
-        if pending is None:
+            found = verifier.check_further(delta)
+        if found is None:
             if delta.requests == self._requests:
-                pending = verifier.check(delta, self._inputs, table_rows=self._rows)
+                found = verifier.check(delta, self._inputs, table_rows=self._rows)
             else:
-                pending = self._check(payload, *self._look_at(*prepared))
+                found = self._check(payload, *self._look_at(*prepared))
         self._last = last
-        return pending
+        return found
 
     def _fail(self, error: Exception) -> None:
         self._trouble = str(error) if isinstance(error, Unsupported) else f"{type(error).__name__}: {error}"

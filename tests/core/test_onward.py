@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -10,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvguard.onward as onward_module
 from kvguard.content_key import ContentDomain
 from kvguard.guard import Guard
 from kvguard.kernels.mixing import mix
@@ -20,6 +20,7 @@ from kvguard.pools import PoolSpec
 from tests.core.support import MAIN, Rig, aborted, flag
 from tests.core.twins import Twins, said
 
+onward_module = importlib.import_module("kvguard.onward")
 SIZE = 4
 POOL = PoolSpec(name="main", num_pages=48, page_size=SIZE, null_page=0)
 
@@ -30,7 +31,7 @@ IN_C = onward_module.advance
 
 @pytest.fixture(autouse=True, params=["python", "c"] if IN_C is not None else ["python"])
 def made_in_c(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> list[bool] | None:
-    """Everything below holds with the inner half in Python and in C. For each call of the latter: was it the usual case?"""
+    """Everything below holds with the inner half in Python and in C. Of each call of the latter: was it usual?"""
     if IN_C is None or request.param == "python":
         monkeypatch.setattr(onward_module, "advance", None)
         return None

@@ -1,7 +1,8 @@
-"""The small loops of a step in C against what they stand for in Python, and a step that is checked like the last one."""
+"""The small loops of a step in C against Python, and a step that is checked like the last one."""
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections import defaultdict
 from typing import Any
@@ -11,15 +12,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import kvguard.books as books_module
-import kvguard.onward as onward_module
-import kvguard.verifier as verifier_module
 from kvguard.kernels.scatter_tags.reference import scatter_tags
 from kvguard.page_table import Promise
 from tests.core.support import MAIN, Rig
 from tests.core.test_onward import standing
 
 torch = pytest.importorskip("torch")
+books_module, onward_module, verifier_module = (
+    importlib.import_module(f"kvguard.{name}") for name in ("books", "onward", "verifier")
+)
 in_c = pytest.mark.skipif(
     onward_module.grown_in_c is None, reason="NOT TESTED IN C: kvguard was installed without a C compiler"
 )
@@ -32,7 +33,9 @@ WAYS = ["python", *(["c"] if onward_module.grown_in_c is not None else [])]
 def test_lists_that_have_grown_by_one(way: str, rows: list[tuple[int, int]]) -> None:
     """Which, and by what; None where one has shrunk, has grown by more, or is not there."""
     names = [f"r{row}" for row in range(len(rows))]
-    lists = defaultdict(list, {name: [object()] * max(0, known + by) for name, (known, by) in zip(names, rows, strict=True)})
+    lists: defaultdict[str, list[Any]] = defaultdict(list)
+    for name, (known, by) in zip(names, rows, strict=True):
+        lists[name] = [object()] * max(0, known + by)
     lists["idle"] = [object()]
     counts = [known for known, _ in rows]
     grown = [place for place, (known, _) in enumerate(rows) if len(lists[names[place]]) == known + 1]
@@ -48,10 +51,10 @@ def test_lists_that_have_grown_by_one(way: str, rows: list[tuple[int, int]]) -> 
 @in_c
 def test_what_is_no_list_has_not_grown() -> None:
     """An engine that keeps its blocks otherwise takes the long way; a call that makes no sense says so."""
-    assert onward_module.grown_in_c is not None
     assert onward_module.grown_in_c(["a"], {"a": (1, 2)}, [1]) is None
     assert onward_module.grown_in_c(["a"], {"a": [1, 2]}, [1 << 70]) is None
-    for wrong in ((["a"], {}, []), (("a",), {}, [1]), (["a"], None, [1]), (["a"], {})):
+    calls: list[Any] = [(["a"], {}, []), (("a",), {}, [1]), (["a"], None, [1]), (["a"], {})]
+    for wrong in calls:
         with pytest.raises(TypeError):
             onward_module.grown_in_c(*wrong)
 
@@ -102,7 +105,6 @@ def test_promises_that_are_kept(depth: int, monkeypatch: pytest.MonkeyPatch) -> 
 @in_c
 def test_more_promises_than_one_call_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rest is settled as ever."""
-    assert books_module.keep_promises is not None
     rig = Rig(MAIN)
     rig.start("a")
     rig.allocate("a", 1)
@@ -111,7 +113,8 @@ def test_more_promises_than_one_call_keeps(monkeypatch: pytest.MonkeyPatch) -> N
     assert books_module.keep_promises(books.tables[0], promises) == 64
     books.settle_verified(promises)
     assert all(promise.kept for _, promise in promises)
-    for wrong in ((books.tables[0],), (books.tables[0], ()), (None, [])):
+    calls: list[Any] = [(books.tables[0],), (books.tables[0], ()), (None, [])]
+    for wrong in calls:
         with pytest.raises((TypeError, AttributeError)):
             books_module.keep_promises(*wrong)
 
@@ -137,10 +140,10 @@ def test_mirrors_and_memory_of_another_step(seed: int, writes: bool) -> None:
     before[: len(packed)] = packed
     before[start : start + len(rows)] = rows
     packed.setflags(write=False)
-    assert verifier_module.renew is not None and verifier_module.change_tags is not None
     alone = [tags.copy(), writers.copy()]
     verifier_module.change_tags(alone[0].data, alone[1].data if writes else None, packed, *spans, changes)
-    assert verifier_module.renew(host, tags.data, writers.data if writes else None, rows, start, packed, *spans, changes)
+    others = writers.data if writes else None
+    assert verifier_module.renew(host, tags.data, others, rows, start, packed, *spans, changes)
     assert np.array_equal(host, before)
     for found in ([tags, writers], alone):
         assert all(map(np.array_equal, found, wanted))
@@ -150,7 +153,6 @@ def test_mirrors_and_memory_of_another_step(seed: int, writes: bool) -> None:
 def test_memory_that_does_not_suffice_is_left_alone() -> None:
     """A larger step, rows that lie elsewhere, changes that are not there, mirrors of different length."""
     renew, change = verifier_module.renew, verifier_module.change_tags
-    assert renew is not None and change is not None
     host, tags, writers, rows = np.full(8, -1), np.zeros(4, np.int64), np.zeros(4, np.int64), np.arange(2)
     packed = np.arange(8)
     assert not renew(host, tags, writers, rows, 0, np.arange(9), 0, 0, 0, 1)
@@ -162,9 +164,9 @@ def test_memory_that_does_not_suffice_is_left_alone() -> None:
             change(tags, writers, packed, *places)
     with pytest.raises(ValueError, match="not where they are"):
         renew(host, tags, writers[:3], rows, 0, packed, 0, 0, 0, 1)
-    for wrong in ((tags, None, packed, -1, 0, 0, 1), (tags, None, packed, 0, 0, 0, None), (tags, None, packed, 0, 0, 0)):
+    for wrong in ((-1, 0, 0, 1), (0, 0, 0, None), (0, 0, 0)):
         with pytest.raises(TypeError):
-            change(*wrong)
+            change(tags, None, packed, *wrong)
     tags.setflags(write=False)
     with pytest.raises((ValueError, BufferError)):
         change(tags, writers, packed, 0, 0, 0, 1)
@@ -172,7 +174,7 @@ def test_memory_that_does_not_suffice_is_left_alone() -> None:
 
 
 class Further:
-    """Decode with pages crossed, checked by a Verifier that is asked for the short way and by one that never takes it."""
+    """Decode with pages crossed, checked by a Verifier that goes the short way and by one that never does."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -199,7 +201,8 @@ class Further:
             self.tokens[name] += 1
         grown = [(row, self.free.pop(0)) for row, start in enumerate(starts) if start % 4 == 0]
         ends = [self.tokens[name] for name in self.names]
-        spoilt = (self.rng.randrange(3), self.rng.randrange(2), self.rng.randrange(32)) if self.rng.random() < 0.2 else None
+        broken = self.rng.random() < 0.2
+        spoilt = (self.rng.randrange(3), self.rng.randrange(2), self.rng.randrange(32)) if broken else None
         found = []
         for rig in self.rigs:
             delta = rig.guard.step_onward(grown) if grown else None
@@ -214,11 +217,12 @@ class Further:
             if spoilt is not None:
                 table[spoilt[:2]] = spoilt[2]
             pending = self.checked(rig, delta)
-            found.append((pending.resolve(), table.copy(), rig.verifier._tags["main"].tolist()))
+            mirrors = [mirror["main"].tolist() for mirror in (rig.verifier._tags, rig.verifier._writers)]
+            found.append((pending.resolve(), table.copy(), mirrors))
             table[:] = before
             rig.guard.judge(found[-1][0])
-        (short, table, tags), (long, other_table, other_tags) = found
-        assert np.array_equal(short.records, long.records) and tags == other_tags
+        (short, table, mirrors), (long, other_table, other_mirrors) = found
+        assert np.array_equal(short.records, long.records) and mirrors == other_mirrors
         assert np.array_equal(table, other_table) and short.clean == long.clean
         self.flagged += not short.clean
 
@@ -235,7 +239,7 @@ class Further:
 
 @in_c
 def test_a_step_that_is_checked_like_the_last_one() -> None:
-    """The same records, neutralised tables and mirrors; most steps went the short way, and broken ones were among them."""
+    """The same records, neutralised tables and mirrors; most went the short way, broken ones among them."""
     further = flagged = 0
     for seed in range(40):
         world = Further(seed)
