@@ -123,7 +123,8 @@ class Guard(BookKeeping):
         A short way for steady decode. None where it would not be true, because a ledger or a tag has changed, a request
         has come or gone, a row needs another page, or the books look closer at somebody: call `step` then.
         """
-        self._check_thread()
+        if self._thread != threading.get_ident():
+            self._check_thread()
         made = repeat_step(self._books, self._books.step + 1, tokens)
         if made is None:
             return None
@@ -144,7 +145,8 @@ class Guard(BookKeeping):
         tokens that start where the last step ended. None where that takes a closer look, and nothing was done: make
         those calls. Always so with several pools, and where contents are checked.
         """
-        self._check_thread()
+        if self._thread != threading.get_ident():
+            self._check_thread()
         made = continue_step(self._books, self._books.step + 1, grown, published, tokens)
         if made is None:
             return None
@@ -169,7 +171,8 @@ class Guard(BookKeeping):
 
         Raises UncheckedStep if the verification did not run: a fault of the guard, not a violation.
         """
-        self._check_thread()
+        if self._thread != threading.get_ident():
+            self._check_thread()
         books = self._books
         pending = books.pending.get(verdicts.step)
         if pending is None:

@@ -217,7 +217,8 @@ class PageHandover(ContentCalls):
 
     def unpublish(self, pages: Sequence[int], *, pool: str | None = None) -> None:
         """The pages can no longer be found in the cache; who holds them keeps them."""
-        table = self._books.tables[self._books.index(pool)]
+        books = self._books
+        table = books.tables[0 if pool is None else books.index(pool)]
         for page in pages:
             if 0 <= page < table.spec.num_pages:
                 promise = table.unpublish(page)

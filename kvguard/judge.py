@@ -76,12 +76,12 @@ class _Mismatch(NamedTuple):
 
 def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgement:
     """Settle one step. Clean steps take the short way: two array operations and the promises of the step."""
-    records, writes = verdicts.records, verdicts.writes
+    records, writes, rows = verdicts.records, verdicts.writes, len(pending.batch.states)
     flagged: list[int] = []
-    if books.checks_tags and pending.states:
+    if books.checks_tags and rows:
         # What is written is judged where an adapter lets it be checked.
         shape = None if records is None else records.shape[:2]
-        if shape != (len(books.tables), len(pending.states)):
+        if shape != (len(books.tables), rows):
             raise UncheckedStep(f"step {pending.step}: verdicts of shape {shape}; the verification did not run")
     if records is not None and not verdicts.clean:
         flags = records[:, :, FLAGS]

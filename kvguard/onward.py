@@ -70,6 +70,10 @@ def continue_step(
     grown: (row, page); published: (row, column, the engine's cache key).
     """
     batch = books.batch
+    if advance is not None and batch is not None:
+        made = _in_one_call(books, batch, step, grown, published, tokens)
+        if made is not None:
+            return made
     again = _unchanged(books, batch)
     if again is None or batch is None or len(books.tables) != 1 or books.quarantine:
         return None
@@ -79,10 +83,6 @@ def continue_step(
     if size is None or rooms is None or not again.distinct or books.checks_contents:
         return None
     further = again.further + tokens
-    if advance is not None:
-        made = _advanced(books, batch, again, step, grown, published, size, further)
-        if made is not None:
-            return made
     taken = _pages_to_take(books, batch, again, grown, size)
     publications = _publications_to_make(books, batch, again, published, size, further)
     if taken is None or publications is None:
@@ -105,33 +105,41 @@ def continue_step(
     return delta, pending
 
 
-def _advanced(
+def _in_one_call(
     books: Books,
     batch: Batch,
-    again: Again,
     step: int,
     grown: Sequence[tuple[int, int]],
     published: Sequence[tuple[int, int, Hashable]],
-    size: int,
-    further: int,
+    tokens: int,
 ) -> tuple[StepDelta, PendingStep] | None:
-    """What `continue_step` comes to, in C (`_onward.c`); None, with nothing changed, in all but the usual case."""
-    body, taken, packed = batch.body, len(grown), None
-    assert body is not None and advance is not None
+    """What `continue_step` comes to, in C (`_onward.c`); None, with nothing changed, in all but the usual case.
+
+    A step makes few calls here: between two forwards each costs more than what it does.
+    """
+    again, body, table = batch.again, batch.body, books.tables[0]
+    if again is None or body is None or len(books.tables) != 1 or books.checks_contents or books.quarantine:
+        return None
+    size, enforce, taken, packed = table.spec.page_size, again.enforce, len(grown), None
+    if size is None or enforce is not books.enforcing or books.marked or books.rows.touched or table.changes:
+        return None
+    if again.rooms is None:
+        _look_for_room(books, batch, again)
+    if not again.distinct:
+        return None
+    further = again.further + tokens
     if taken:
         packed = np.empty(len(body) + 3 * taken, np.int64)
-    pending = PendingStep(step, batch, again.ends, again.enforce, books.tags.upcoming + taken, further)
-    table = books.tables[0]
+    pending = PendingStep(step, batch, again.ends, enforce, books.tags.upcoming + taken, further)
+    assert advance is not None
     done = advance(
         books, table, batch, again, list(grown), list(published), size, further, pending, packed, PageRecord, Promise
     )
     if done is NotImplemented:
         return None
     if packed is None:
-        return StepDelta(step, batch.requests, again.enforce, body, batch.sections, True), pending
-    if table.writers:
-        table.writers = {}
-    return _message(books, batch, step, packed, taken, again.enforce), pending
+        return StepDelta(step, batch.requests, enforce, body, batch.sections, True), pending
+    return _message(books, batch, step, packed, taken, enforce), pending
 
 
 def _unchanged(books: Books, batch: Batch | None) -> Again | None:

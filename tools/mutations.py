@@ -72,7 +72,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the progress of a stalled request", AGAIN, "if unproven and row in unproven or state.stalled:", "if unproven and row in unproven:"),
         ("progress counted for the same incarnation only", AGAIN, "if state.incarnation == batch.incarnations[row]:", "if True:"),
         ("the check that a verdict was written", STEPS, "if (flags == NOT_CHECKED).any():", "if False:"),
-        ("the check that every row has a verdict", STEPS, "if shape != (len(books.tables), len(pending.states)):", "if False:"),
+        ("the check that every row has a verdict", STEPS, "if shape != (len(books.tables), rows):", "if False:"),
         ("foreign pages", TAG, "setdefault(books.tables[mismatch.pool].spec.name, []).append(mismatch.page)", "setdefault(books.tables[mismatch.pool].spec.name, [])"),
         ("lost pages that the request gives back itself", TAG, "if mismatch.found != VACANT and not holders - {state.id}:", "if False:"),
         ("lost pages that somebody else holds", TAG, "if mismatch.found != VACANT and not holders - {state.id}:", "if mismatch.found != VACANT:"),

@@ -106,6 +106,15 @@ NATIVE_MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *of_file(
         "kvguard/onward.py",
+        ("c: other pools", ONWARD, " or len(books.tables) != 1 or books.checks_contents or books.quarantine:", " or books.checks_contents or books.quarantine:"),
+        ("c: contents that are compared", ONWARD, " or len(books.tables) != 1 or books.checks_contents or books.quarantine:", " or len(books.tables) != 1 or books.quarantine:"),
+        ("c: pages in quarantine", ONWARD, " or len(books.tables) != 1 or books.checks_contents or books.quarantine:", " or len(books.tables) != 1 or books.checks_contents:"),
+        ("c: requests that are looked at closer", ONWARD, " or books.marked or books.rows.touched or table.changes:", " or books.rows.touched or table.changes:"),
+        ("c: ledgers that have changed", ONWARD, " or books.marked or books.rows.touched or table.changes:", " or books.marked or table.changes:"),
+        ("c: tags that have changed", ONWARD, " or books.marked or books.rows.touched or table.changes:", " or books.marked or books.rows.touched:"),
+        ("c: another enforcement", ONWARD, "size is None or enforce is not books.enforcing or books.marked", "size is None or books.marked"),
+        ("c: requests that are listed twice", ONWARD, "    if not again.distinct:\n        return None\n", ""),
+        ("c: the tags that are given out", ONWARD, "books.tags.upcoming + taken, further)", "books.tags.upcoming, further)"),
         ("lists that have grown by more", STEPS_IN_C, "    if any(lengths[place] != counts[place] + 1 for place in places):\n        return None\n", ""),
     ),
     *of_file(

@@ -107,9 +107,10 @@ class BlockBooks:
         pages = [block.block_id for block in blocks]
         if len(self._groups) == 1 and self.guard.may_take_over(pages):
             # A page that was cached until now is taken over as it is, so that decode goes on the short way.
+            group_of, fresh = self._group_of, self._fresh
             for page in pages:
-                self._group_of.pop(page, None)
-            self._fresh.update(pages)
+                group_of.pop(page, None)
+                fresh.add(page)
             return blocks
         kept = []
         for block in blocks:
@@ -145,11 +146,6 @@ class BlockBooks:
                 # Held by a running request, or suspect: out of the free queue, with the reference it should have kept.
                 self._block_pool.free_block_queue.remove(block)
                 block.ref_cnt = 1
-
-    def _unpublished(self, page: int) -> None:
-        group = self._group_of.get(page)
-        if group is not None:
-            self.guard.unpublish([page], pool=self._groups[group])
 
     def _release_quarantine(self) -> None:
         """Give suspect blocks back before vLLM counts the blocks in use: a reset would fail on them."""

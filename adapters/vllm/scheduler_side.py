@@ -65,7 +65,8 @@ class SchedulerSide(BlockBooks):
         get_new_blocks, free_blocks = pool.get_new_blocks, pool.free_blocks
         cache_full_blocks, evict = pool.cache_full_blocks, pool._maybe_evict_cached_block
 
-        guard, taken = self.guard, self._taken
+        guard, taken, group_of = self.guard, self._taken, self._group_of
+        names: list[str | None] = [None] if len(self._groups) == 1 else [*self._groups]
 
         # A block at a time in decode: what `_shielded` does, without the call.
         def guarded_get_new_blocks(num_blocks: int, *args: Any, **kwargs: Any) -> Any:
@@ -108,9 +109,10 @@ class SchedulerSide(BlockBooks):
 
         def guarded_evict(block: Any, *args: Any, **kwargs: Any) -> Any:
             evicted = evict(block, *args, **kwargs)
-            if evicted and guard.armed:
+            group = group_of.get(block.block_id) if evicted else None
+            if group is not None and guard.armed:
                 try:
-                    self._unpublished(block.block_id)
+                    guard.unpublish((block.block_id,), pool=names[group])
                 except GuardHalt:
                     raise
                 except Exception as error:

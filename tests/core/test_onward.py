@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kvguard.config import GuardConfig
 from kvguard.content_key import ContentDomain
 from kvguard.guard import Guard
 from kvguard.kernels.mixing import mix
@@ -191,6 +192,7 @@ def test_a_page_is_taken_checked_and_given_back(made_in_c: list[bool] | None) ->
     rig = decoding()
     delta = onward(rig, [(0, 5)])
     assert delta is not None and not delta.again and changes(delta)
+    assert rig.guard._books.pending[delta.step].next_tag == rig.guard._books.tags.upcoming
     assert rig.judge(rig.check(delta)).clean
     assert rig.guard.pages("a") == [1, 2, 5]
     again = rig.guard.step_again()
@@ -328,8 +330,14 @@ NOT_ONWARD: dict[str, tuple[Callable[[Rig], Any], list[tuple[int, int]], list[tu
     "a page in quarantine": (lambda rig: rig.guard._books.quarantine_page(0, 20), [(0, 5)], []),
     "a gap at the end": (lambda rig: _gap(rig), [(0, 5)], []),
     "a page that the row has no more": (_other_tag, [(0, 5)], [(1, 0, "key")]),
+    "a tag that changes": (lambda rig: rig.guard._books.tables[0].take_writer(9), [(0, 5)], []),
+    "violations that have other consequences now": (lambda rig: _observe(rig), [(0, 5)], []),
     "a page that is promised already": (_promised, [(0, 5)], [(1, 0, "key")]),
 }
+
+
+def _observe(rig: Rig) -> None:
+    rig.guard._books.config = GuardConfig.load(seed=7, on_violation="observe")
 
 
 def _gap(rig: Rig) -> None:
@@ -412,5 +420,17 @@ def test_content_keys_and_several_pools_take_the_long_way() -> None:
             rig.guard.identify("a", ContentDomain(model="m"), list(range(8)))
         for end, start in ((7, 0), (8, 7)):
             rig.guard.step(["a"], [0], [end], [start])
-        assert rig.guard.step_onward([(0, 5)]) is None
+        assert rig.guard.step_onward([(0, 5)]) is None and rig.guard.step_onward([]) is None
         assert np.count_nonzero(rig.tables["main"][0]) == 2
+
+
+def test_several_pools_take_the_long_way_though_nothing_is_taken() -> None:
+    """Rows of another pool may have gone on, too."""
+    rig = Rig(MAIN, PoolSpec(name="other", num_pages=32, page_size=4))
+    rig.start("a")
+    for pool in rig.pools:
+        rig.allocate("a", 1, 2, pool=pool.name)
+    for end in (5, 6):
+        rig.guard.step(["a"], [0], [end], [end - 1])
+    assert rig.guard.step_onward([]) is None
+    assert rig.guard.step_again() is not None
