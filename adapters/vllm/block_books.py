@@ -106,11 +106,9 @@ class BlockBooks:
         """Blocks left the free queue. One that a request still holds is left to it, and another is drawn."""
         pages = [block.block_id for block in blocks]
         if len(self._groups) == 1 and self.guard.may_take_over(pages):
-            # A page that was cached until now is taken over as it is, so that decode goes on the short way.
-            group_of, fresh = self._group_of, self._fresh
-            for page in pages:
-                group_of.pop(page, None)
-                fresh.add(page)
+            # One that was cached until now is taken over as it is, so that decode goes on the short way. It stays known
+            # as the group's: given back by a request that never got to use it, it is retired then.
+            self._fresh.update(pages)
             return blocks
         kept = []
         for block in blocks:

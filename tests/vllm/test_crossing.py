@@ -184,3 +184,63 @@ def test_anything_else_is_looked_at_in_full(case: str) -> None:
     assert decode.told() == before
 
 
+
+
+def _leave_in_cache(decode: Decode, page: int) -> None:
+    """A request that has ended left this block in the cache, filled and verified."""
+    guard, books = decode.guard, decode.books
+    guard.start("earlier")
+    assert guard.allocate("earlier", [page]) and guard.publish("earlier", 0, ("earlier", page), tokens=0)
+    books._group_of[page] = 0
+    guard.finish("earlier")
+    # Whoever starts or ends makes the next step a full one.
+    books._in_step = []
+    decode.run()
+
+
+def test_a_cached_block_that_is_drawn_is_taken_over_in_passing() -> None:
+    """A pool that has been in use is full of such blocks: each crossing draws one."""
+    short, full = Decode(), Decode()
+    for decode in (short, full):
+        _leave_in_cache(decode, 20)
+        assert decode.guard.page_state(20) == "complete"
+        tag = decode.guard._books.tables[0].tag(20)
+        if decode is full:
+            decode.books._repeats = REPEATS_MAX
+        before = decode.in_full
+        decode.guard.unpublish([20])
+        decode.take("a", 20)
+        decode.go_on()
+        decode.run()
+        assert decode.in_full - before == (decode is full)
+        assert decode.guard._books.tables[0].tag(20) != tag, "who was promised it before reads another's page"
+    assert short.told() == full.told()
+    assert short.guard.pages("a") == [1, 2, 20] and short.guard.page_state(20) == "allocated"
+
+
+def test_a_cached_block_that_is_drawn_and_given_back_unused_is_vacant() -> None:
+    """Its request was preempted or aborted before anybody looked."""
+    decode = Decode()
+    _leave_in_cache(decode, 20)
+    decode.guard.unpublish([20])
+    decode.books._taken([block(20)], lambda _: [])
+    given_back = block(20)
+    given_back.ref_cnt = 0
+    decode.books._freed([given_back])
+    assert decode.guard.page_state(20) == "vacant"
+    assert 20 not in decode.books._fresh and 20 not in decode.books._group_of
+
+
+def test_a_cached_block_that_is_still_promised_is_retired_when_it_is_drawn() -> None:
+    """Nobody will write it any more: the promise is broken before somebody else has the block."""
+    decode = Decode()
+    guard = decode.guard
+    guard.start("earlier")
+    assert guard.allocate("earlier", [20]) and guard.publish("earlier", 0, "key")
+    decode.books._group_of[20] = 0
+    promise = guard._books.tables[0].record(20).promise
+    guard._books.requests["earlier"].ledgers[0].clear()
+    guard._books.tables[0].release(20, "earlier")
+    assert promise is not None and not guard.may_take_over([20])
+    decode.take("a", 20)
+    assert promise.kept is False and guard.page_state(20) == "vacant" and 20 in decode.books._fresh
