@@ -4,8 +4,8 @@
 
 An engine runs in this process with 32 decode requests. Around each of vLLM's own functions that kvguard wraps stands
 one clock, around kvguard's wrapper another; the difference is what kvguard added, the clocks' own calls included (some
-0.2 us for each wrapped call). The worker's part excludes `verify_pages` and `scatter_tags`, which are the
-column `kernels`.
+0.2 us for each wrapped call). The worker's part excludes the kernels, or the call of C that stands for them in host
+memory, which are the column `kernels`.
 
 The forward and the sampling are left out unless `--forward` is given: on a GPU they run elsewhere, while here they run
 on the very core that keeps the books and leave it with cold caches. All else of the step is vLLM's own: scheduling,
@@ -73,14 +73,26 @@ class Clocks:
 
 def instrument(clocks: Clocks) -> None:
     """Clocks around everything that kvguard wraps in the engine that is built next."""
+    import kvguard.step_arrays as step_arrays
     import kvguard.verifier as verifier
     from kvguard.adapters.vllm import plugin, scheduler_side, worker_side
 
     plugin.register()
-    for kernel in ("verify_pages", "scatter_tags"):
-        original = getattr(verifier, kernel)
-        # A kernel's time counts for the kernels and against the worker.
-        setattr(verifier, kernel, clocks.around(clocks.around(original, "kernels", +1), "worker", -1))
+
+    def kernel(original: Callable[..., Any]) -> Callable[..., Any]:
+        """Its time counts for the kernels and against the worker."""
+        return clocks.around(clocks.around(original, "kernels", +1), "worker", -1)
+
+    for name in ("verify_pages", "verify_slots", "scatter_tags"):
+        setattr(verifier, name, kernel(getattr(verifier, name)))
+    arrays: Any = step_arrays
+    bind = arrays.bind
+
+    def bound(reads: Any, writes: Any) -> Any:
+        check = bind(reads, writes)
+        return None if check is None else kernel(check)
+
+    arrays.bind = bound
 
     build_scheduler_side = scheduler_side.SchedulerSide.__init__
 

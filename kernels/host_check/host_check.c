@@ -10,6 +10,10 @@
  * unsigned. Each array is held for as long as the check lives, so its memory cannot go away.
  */
 #define PY_SSIZE_T_CLEAN
+/* One build for this Python and all later ones. */
+#ifndef Py_LIMITED_API
+#define Py_LIMITED_API 0x030B0000
+#endif
 #include <Python.h>
 
 #include <stdint.h>
