@@ -27,7 +27,7 @@ POOL = PoolSpec(name="main", num_pages=48, page_size=SIZE, null_page=0)
 
 
 IN_C = onward_module.advance
-"""None where kvguard was installed without a C compiler; tests/house/test_native.py says whether it should be there."""
+"""None where kvguard was installed without a C compiler; test_packaging.py says whether it should be there."""
 
 
 @pytest.fixture(autouse=True, params=["python", "c"] if IN_C is not None else ["python"])

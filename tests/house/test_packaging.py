@@ -1,5 +1,6 @@
 """Wheel, sdist and editable install hold the modules behind the links, and leave other people's names alone."""
 
+import importlib
 import os
 import shutil
 import site
@@ -36,6 +37,13 @@ def test_links_resolve(link: str, root: Path) -> None:
     path = root / "kvguard" / link
     assert os.readlink(path) == f"../{link}"
     assert path.resolve() == root / link and path.is_dir()
+
+
+@needs_a_compiler
+@pytest.mark.parametrize("name", EXTENSIONS)
+def test_what_can_be_built_here_is_built_here(name: str) -> None:
+    """With a C compiler at hand no other test leaves out what is in C: `make env` has built it."""
+    assert importlib.import_module(name).__file__
 
 
 @pytest.mark.parametrize("link", LINKS)
