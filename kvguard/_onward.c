@@ -96,7 +96,7 @@ static int take_all(Work *work, PyObject *page_record, int64_t *packed, int64_t 
 }
 
 /* `PageTable.publish`, and the promise to the step that keeps it. */
-static int publish(Work *work, Publication *one, PyObject *pending, PyObject *promise_type)
+static int publish(Work *work, Publication *one, PyObject *content, PyObject *pending, PyObject *promise_type)
 {
     PyObject *request = get(work, one->state, s_id), *promise = Py_None, *what = s_published;
     if (!one->complete) {
@@ -118,7 +118,7 @@ static int publish(Work *work, Publication *one, PyObject *pending, PyObject *pr
         what = s_promised;
     }
     return request != NULL && set(one->record, s_publication, one->key) && set(one->record, s_promise, promise) &&
-           set(one->record, s_content, Py_None) && note(&work->recorder, one->page_number, what, one->tag, request);
+           set(one->record, s_content, content) && note(&work->recorder, one->page_number, what, one->tag, request);
 }
 
 /* -- the call ------------------------------------------------------------------------------------------------------ */
@@ -180,27 +180,29 @@ static int reach(Work *work, Arrays *arrays, PyObject *packed, PyObject *body)
 }
 
 PyDoc_STRVAR(advance_doc,
-             "advance(books, table, batch, again, grown, published, size, further, pending, packed, page_record, "
-             "promise)\n--\n\n"
+             "advance(books, table, batch, again, grown, published, contents, size, further, pending, packed, "
+             "page_record, promise)\n--\n\n"
              "Pages and publications of a step into the books. True if that was done; NotImplemented, with nothing "
              "changed, where it is not the usual case.\n\n"
-             "packed: int64, the body of the batch with three words more for each page taken, which is filled; None "
-             "where none is. pending: the step, built as it will be. page_record, promise: the types.");
+             "contents: what each page that is published holds, or None. packed: int64, the body of the batch with "
+             "three words more for each page taken, which is filled; None where none is. pending: the step, built as "
+             "it will be. page_record, promise: the types.");
 
 static PyObject *advance(PyObject *module, PyObject *const *args, Py_ssize_t count)
 {
     (void)module;
-    if (count != 12) {
-        PyErr_SetString(PyExc_TypeError, "advance takes 12 arguments");
+    if (count != 13) {
+        PyErr_SetString(PyExc_TypeError, "advance takes 13 arguments");
         return NULL;
     }
     Work work;
     Arrays arrays = {.held = 0};
-    PyObject *pending = args[8], *packed = args[9], *rooms = NULL, *room = NULL, *body;
+    PyObject *contents = args[6], *pending = args[9], *packed = args[10], *rooms = NULL, *room = NULL, *body;
     work.books = args[0], work.table = args[1], work.batch = args[2], work.again = args[3];
     work.takes = work.publishes = work.references.count = 0;
-    int usual = small(args[6], &work.size) && work.size > 0 && small(args[7], &work.further) &&
+    int usual = small(args[7], &work.size) && work.size > 0 && small(args[8], &work.further) &&
                 small_of(work.again, s_further, &work.before) && look_at_all(&work, args[4], args[5]) &&
+                list_of(contents, work.publishes) &&
                 (rooms = own(&work, rooms_then(&work, &room))) != NULL;
     if (usual && work.takes)
         usual = (body = get(&work, work.batch, s_body)) != NULL && reach(&work, &arrays, packed, body);
@@ -208,11 +210,11 @@ static PyObject *advance(PyObject *module, PyObject *const *args, Py_ssize_t cou
     if (usual) {
         if (work.takes) {
             memcpy(arrays.packed.buf, arrays.body.buf, (size_t)arrays.body.len);
-            done = take_all(&work, args[10], arrays.packed.buf, arrays.body.len / 8, arrays.head, arrays.cells.buf,
+            done = take_all(&work, args[11], arrays.packed.buf, arrays.body.len / 8, arrays.head, arrays.cells.buf,
                             arrays.cells.shape[1]);
         }
         for (Py_ssize_t i = 0; done && i < work.publishes; i++)
-            done = publish(&work, &work.published[i], pending, args[11]);
+            done = publish(&work, &work.published[i], PyList_GetItem(contents, i), pending, args[12]);
         done = done && set(work.again, s_rooms, rooms) && set(work.again, s_room, room) &&
                set_new(work.again, s_further, PyLong_FromLongLong(work.further));
         if (!done && !PyErr_Occurred())

@@ -12,6 +12,7 @@ def advance(
     again: Again,
     grown: list[tuple[int, int]],
     published: list[tuple[int, int, Any]],
+    contents: list[Any],
     size: int,
     further: int,
     pending: PendingStep,

@@ -143,7 +143,7 @@ class Guard(BookKeeping):
         grown: (row, page), the page being for the next column of the row's request; published: (row, column, the
         engine's cache key) of pages that this step fills at last. The same as `allocate_each`, `publish` and `step` of
         tokens that start where the last step ended. None where that takes a closer look, and nothing was done: make
-        those calls. Always so with several pools, and where contents are checked.
+        those calls. Always so with several pools.
         """
         if self._thread != threading.get_ident():
             self._check_thread()

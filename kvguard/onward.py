@@ -16,6 +16,7 @@ import numpy as np
 
 from kvguard.batch import Again, Batch, PendingStep
 from kvguard.books import Books, page_ids
+from kvguard.content_calls import ContentBinding
 from kvguard.messages import Int64, StepDelta
 from kvguard.packing import plain_sections, with_changes
 from kvguard.page_table import PageRecord, Promise
@@ -77,10 +78,13 @@ def continue_step(
     again = _unchanged(books, batch)
     if again is None or batch is None or len(books.tables) != 1 or books.quarantine:
         return None
+    contents = _contents_of(books, batch, published)
+    if contents is None:
+        return None
     if again.rooms is None:
         _look_for_room(books, batch, again)
     size, rooms = books.tables[0].spec.page_size, again.rooms
-    if size is None or rooms is None or not again.distinct or books.checks_contents:
+    if size is None or rooms is None or not again.distinct:
         return None
     further = again.further + tokens
     taken = _pages_to_take(books, batch, again, grown, size)
@@ -96,8 +100,8 @@ def continue_step(
     again.rooms, again.room, again.further = rooms, room, further
     delta = _take(books, batch, step, taken, size, again.enforce)
     pending = PendingStep(step, batch, again.ends, again.enforce, books.tags.upcoming, further)
-    for row, page, key, promise, keeper in publications:
-        books.tables[0].publish(page, key, promise, batch.requests[row])
+    for (row, page, key, promise, keeper), content in zip(publications, contents, strict=True):
+        books.tables[0].publish(page, key, promise, batch.requests[row], content)
         if promise is not None:
             step_that_writes, row = keeper if keeper is not None else (pending, row)
             promise.step = step_that_writes.step
@@ -118,7 +122,10 @@ def _in_one_call(
     A step makes few calls here: between two forwards each costs more than what it does.
     """
     again, body, table = batch.again, batch.body, books.tables[0]
-    if again is None or body is None or len(books.tables) != 1 or books.checks_contents or books.quarantine:
+    if again is None or body is None or len(books.tables) != 1 or books.quarantine:
+        return None
+    contents = _contents_of(books, batch, published)
+    if contents is None:
         return None
     size, enforce, taken, packed = table.spec.page_size, again.enforce, len(grown), None
     if size is None or enforce is not books.enforcing or books.marked or books.rows.touched or table.changes:
@@ -133,13 +140,42 @@ def _in_one_call(
     pending = PendingStep(step, batch, again.ends, enforce, books.tags.upcoming + taken, further)
     assert advance is not None
     done = advance(
-        books, table, batch, again, list(grown), list(published), size, further, pending, packed, PageRecord, Promise
+        books,
+        table,
+        batch,
+        again,
+        list(grown),
+        list(published),
+        contents,
+        size,
+        further,
+        pending,
+        packed,
+        PageRecord,
+        Promise,
     )
     if done is NotImplemented:
         return None
     if packed is None:
         return StepDelta(step, batch.requests, enforce, body, batch.sections, True), pending
     return _message(books, batch, step, packed, taken, enforce), pending
+
+
+def _contents_of(
+    books: Books, batch: Batch, published: Sequence[tuple[int, int, Hashable]]
+) -> list[ContentBinding | None] | None:
+    """What each page that is published holds, where contents are checked; None where one must not be published."""
+    if not books.checks_contents:
+        return [None] * len(published)
+    size, found = books.tables[0].spec.page_size, list[ContentBinding | None]()
+    for row, column, _ in published:
+        state = batch.states[row]
+        content = state.content
+        key = None if content is None or size is None else content.key((column + 1) * size)
+        if content is None or key is None:
+            return None
+        found.append(ContentBinding(key, content.domain, state.id))
+    return found
 
 
 def _unchanged(books: Books, batch: Batch | None) -> Again | None:

@@ -63,8 +63,13 @@ VLLM_MUTATIONS: Final = (
     ),
     Mutation(
         name="vllm-crossing-of-a-request-that-waits", path=BOOKS, tests=(CROSSING,),
-        old="or block.block_hash != key or name not in self._row_of:\n                return None\n            published.append((self._row_of[name], column, key))",
-        new="or block.block_hash != key:\n                return None\n            published.append((self._row_of.get(name, 0), column, key))",
+        old="            row = self._row_of.get(name)\n",
+        new="            row = self._row_of.get(name, 0)\n",
+    ),
+    Mutation(
+        name="vllm-crossing-of-what-nobody-told", path=BOOKS, tests=(CROSSING,),
+        old="                self._contents.learn(self._scheduler.requests[name], (column + 1) * self._managers[0].block_size)\n            published",
+        new="                pass\n            published",
     ),
     Mutation(
         name="vllm-crossing-that-forgets-its-blocks", path=BOOKS, tests=(CROSSING,),

@@ -219,7 +219,7 @@ class BlockBooks:
 
         None, with nothing noted, where that is not all there is to learn.
         """
-        if len(self._groups) != 1 or self._contents is not None:
+        if len(self._groups) != 1:
             return None
         (blocks_of,), (counts,), fresh = self._blocks_of, self._counts, self._fresh
         crossed = grown_by_one(names, blocks_of, counts)
@@ -232,9 +232,12 @@ class BlockBooks:
         published = []
         for name, entries in self._published.items():
             _, column, key, block, _ = entries[0]
-            if len(entries) > 1 or block.block_hash != key or name not in self._row_of:
+            row = self._row_of.get(name)
+            if len(entries) > 1 or block.block_hash != key or row is None:
                 return None
-            published.append((self._row_of[name], column, key))
+            if self._contents is not None:
+                self._contents.learn(self._scheduler.requests[name], (column + 1) * self._managers[0].block_size)
+            published.append((row, column, key))
         delta = self.guard.step_onward(grown, published)
         if delta is not None:
             for row, page in grown:

@@ -60,7 +60,7 @@ def standing(guard: Guard) -> list[Any]:
     pages = [
         (page, record.tag, sorted(record.holders), record.owner, record.publication, record.former, record.was_used)
         + (None if record.promise is None else (record.promise.writer.id, record.promise.step),)
-        + (guard._books.recorder.history("main", page),)
+        + (guard._books.recorder.history("main", page), record.content)
         for page, record in sorted(table._records.items())
     ]
     rows = [
@@ -163,6 +163,37 @@ def test_onward_is_what_the_calls_one_by_one_come_to(made_in_c: list[bool] | Non
         made += twins.onward
 
     run()
+    assert made > 300
+    assert made_in_c is None or sum(made_in_c) > made
+
+
+class KeyedTwins(DecodingTwins):
+    """The same at level `keys`: some requests are said to be more than they will ever be, some less, some nothing."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.short, self.long = (Guard((POOL,), GuardConfig.load(seed=seed, level="keys")) for _ in range(2))
+
+    def start(self) -> None:
+        before = self.started
+        super().start()
+        if self.started > before and self.rng.random() < 0.95:
+            tokens = [self.rng.randrange(3) for _ in range(self.rng.choice([300, 300, 300, 9]))]
+            domain = ContentDomain(model="m", tenant=self.rng.choice([None, "t"]))
+            self.each(lambda guard: guard.identify(f"r{self.started}", domain, tokens))
+
+
+def test_onward_is_what_the_calls_come_to_where_contents_are_checked(made_in_c: list[bool] | None) -> None:
+    """The same bindings, and the same refusals of what a request is not known to hold."""
+    made = 0
+    calls = ["step"] * 14 + ["judge"] * 13 + ["start", "start", "finish", "publish", "compare"]
+    for seed in range(60):
+        twins = KeyedTwins(seed)
+        for call in ["start", "start", *twins.rng.choices(calls, k=120)]:
+            if call != "step" or len(twins.in_flight) < 3:
+                getattr(twins, call)()
+        twins.compare()
+        made += twins.onward
     assert made > 300
     assert made_in_c is None or sum(made_in_c) > made
 
@@ -407,21 +438,37 @@ def test_a_page_that_is_promised_is_not_taken_in_passing() -> None:
     assert rig.guard.step_onward([(0, 21)]) is not None
 
 
-def test_content_keys_and_several_pools_take_the_long_way() -> None:
-    """There a publication has to be compared, and a row may need a page of another pool."""
-    of_keys: dict[str, Any] = {"level": "keys"}
-    for options in (of_keys, {}):
-        pools = () if options else (MAIN, PoolSpec(name="other", num_pages=32, page_size=4))
-        rig = Rig(*pools, **options)
-        rig.start("a")
-        for pool in rig.pools:
-            rig.allocate("a", 1, 2, pool=pool.name)
-        if options:
-            rig.guard.identify("a", ContentDomain(model="m"), list(range(8)))
-        for end, start in ((7, 0), (8, 7)):
-            rig.guard.step(["a"], [0], [end], [start])
-        assert rig.guard.step_onward([(0, 5)]) is None and rig.guard.step_onward([]) is None
-        assert np.count_nonzero(rig.tables["main"][0]) == 2
+@pytest.mark.parametrize("tokens", [None, 7, 8])
+def test_a_page_is_published_in_passing_with_what_it_holds(tokens: int | None) -> None:
+    """Where the request is not known to hold as much, nothing is done: the long way says why."""
+    rig = Rig(level="keys")
+    rig.start("a")
+    rig.allocate("a", 1, 2, 3)
+    domain = ContentDomain(model="m")
+    if tokens is not None:
+        rig.guard.identify("a", domain, list(range(tokens)))
+    for end, start in ((6, 0), (7, 6)):
+        assert rig.judge(rig.check(rig.guard.step(["a"], [0], [end], [start]))).clean
+    delta = rig.guard.step_onward([], [(0, 1, "key")])
+    assert (delta is not None) == (tokens == 8)
+    binding = rig.guard._books.tables[0].record(2).content
+    assert (binding is not None) == (tokens == 8)
+    if delta is not None and binding is not None:
+        assert binding.key.tokens == 8 and binding.domain == domain and binding.publisher == "a"
+        assert rig.judge(rig.check(delta)).clean and rig.guard.page_state(2) == "complete"
+    assert rig.guard.violations == ()
+
+
+def test_several_pools_take_the_long_way() -> None:
+    """There a row may need a page of another pool."""
+    rig = Rig(MAIN, PoolSpec(name="other", num_pages=32, page_size=4))
+    rig.start("a")
+    for pool in rig.pools:
+        rig.allocate("a", 1, 2, pool=pool.name)
+    for end, start in ((7, 0), (8, 7)):
+        rig.guard.step(["a"], [0], [end], [start])
+    assert rig.guard.step_onward([(0, 5)]) is None
+    assert np.count_nonzero(rig.tables["main"][0]) == 2
 
 
 def test_several_pools_take_the_long_way_though_nothing_is_taken() -> None:

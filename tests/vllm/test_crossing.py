@@ -14,6 +14,7 @@ import pytest
 
 from kvguard.adapters.vllm.block_books import REPEATS_MAX, BlockBooks
 from kvguard.config import GuardConfig
+from kvguard.content_key import ContentDomain
 from kvguard.guard import Guard
 from kvguard.messages import Verdicts
 from kvguard.pools import PoolSpec
@@ -28,8 +29,9 @@ def block(page: int) -> Any:
 class Decode:
     """Requests a and b in decode: a has filled its last block, b fills its own with the next token."""
 
-    def __init__(self) -> None:
-        guard: Any = Guard((PoolSpec(name="group0", num_pages=40, page_size=BLOCK),), GuardConfig.default(seed=1))
+    def __init__(self, level: str = "tags") -> None:
+        pool = PoolSpec(name="group0", num_pages=40, page_size=BLOCK)
+        guard: Any = Guard((pool,), GuardConfig.load(seed=1, level=level))
         self.guard = guard
         self.blocks = {"a": [block(1), block(2)], "b": [block(3), block(4)], "waiting": []}
         self.requests = {
@@ -38,9 +40,12 @@ class Decode:
         }
         single = SimpleNamespace(req_to_blocks=self.blocks, block_size=BLOCK)
         pool = SimpleNamespace(hash_block_size=BLOCK, cached_block_hash_to_block=SimpleNamespace(pop=lambda *_: None))
-        manager = SimpleNamespace(block_pool=pool, coordinator=SimpleNamespace(single_type_managers=[single]))
+        manager = SimpleNamespace(
+            block_pool=pool, enable_caching=False, coordinator=SimpleNamespace(single_type_managers=[single]))
         scheduler = SimpleNamespace(kv_cache_manager=manager, requests=self.requests, vllm_config=None)
         self.books = BlockBooks(self.guard, scheduler, self.guard.setup.pools)
+        if level == "keys":
+            self.books._contents = self.contents()
         self.in_full = 0
         step = guard.step
 
@@ -53,6 +58,21 @@ class Decode:
         self.run(chunks={"a": 7, "b": 6})
         self.go_on()
         self.run()
+
+    def contents(self) -> Any:
+        """In the place of RequestContents: each request is made of zeros, as many as are told."""
+        told: dict[str, int] = {}
+
+        def learn(request: Any, tokens: int) -> None:
+            name = request.request_id
+            if name not in told:
+                self.guard.identify(name, ContentDomain(model="m"), [])
+            self.guard.add_tokens(name, [0] * max(0, tokens - told.get(name, 0)))
+            told[name] = max(tokens, told.get(name, 0))
+
+        return SimpleNamespace(
+            learn=learn, current=lambda name: True, identify=lambda request: learn(request, 0), forget=lambda name: None
+        )
 
     def go_on(self) -> None:
         """A token more for each."""
@@ -100,9 +120,10 @@ def both_cross(decode: Decode) -> None:
     decode.go_on()
 
 
-def test_what_decode_does_is_learnt_in_one_call_and_as_in_full() -> None:
+@pytest.mark.parametrize("level", ["tags", "keys"])
+def test_what_decode_does_is_learnt_in_one_call_and_as_in_full(level: str) -> None:
     """The same pages, states and columns; the next token is another step of the shortest kind."""
-    short, full = Decode(), Decode()
+    short, full = Decode(level), Decode(level)
     full.books._repeats = REPEATS_MAX
     for decode in (short, full):
         before = decode.in_full
@@ -110,6 +131,8 @@ def test_what_decode_does_is_learnt_in_one_call_and_as_in_full() -> None:
         decode.run()
         assert decode.in_full - before == (decode is full)
     assert short.told() == full.told()
+    binding = short.guard._books.tables[0].record(4).content
+    assert binding == full.guard._books.tables[0].record(4).content and (binding is not None) == (level == "keys")
     assert short.told()[0] == {"a": [1, 2, 5], "b": [3, 4]} and short.guard.page_state(4) == "complete"
     short.take("b", 6)
     short.go_on()
