@@ -115,12 +115,14 @@ class PageHandover(ContentCalls):
         return True
 
     def may_take_over(self, pages: Sequence[int], *, pool: str | None = None) -> bool:
-        """Whether these pages may be handed out as they are: `vet` would refuse none, and none is promised.
+        """Whether these pages may be handed out as they are: `vet` would refuse none, and none is published.
 
-        Pages that were cached until now need not be retired first: who is given them ends what they were.
+        Pages that were cached until now, and left the cache (`unpublish`), need not be retired first. One that did not
+        leave it is retired: until its new request is told, a lookup would find it.
         """
         books = self._books
-        return not books.quarantine and books.tables[0 if pool is None else books.index(pool)].unclaimed(pages)
+        table = books.tables[0 if pool is None else books.index(pool)]
+        return not books.quarantine and table.unclaimed(pages, unpublished=True)
 
     def vet(self, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
         """Which of these pages may not be handed out: still held, in quarantine, the null page, outside the pool.

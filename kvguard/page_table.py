@@ -147,14 +147,16 @@ class PageTable:
                 return False
         return True
 
-    def unclaimed(self, pages: Sequence[int]) -> bool:
-        """`may_be_handed_out`, and nobody has promised to write them either."""
+    def unclaimed(self, pages: Sequence[int], *, unpublished: bool = False) -> bool:
+        """`may_be_handed_out`, and nobody has promised to write them either; `unpublished`: nor can they be found."""
         records, null_page, num_pages = self._records, self.spec.null_page, self.spec.num_pages
         for page in pages:
             record = records.get(page)
             if page == null_page or not 0 <= page < num_pages:
                 return False
             if record is not None and (record.holders or record.promise is not None):
+                return False
+            if unpublished and record is not None and record.publication is not None:
                 return False
         return True
 

@@ -42,6 +42,11 @@ VLLM_MUTATIONS: Final = (
         new="if False:",
     ),
     Mutation(
+        name="vllm-cached-blocks-that-were-not-evicted", path="kvguard/handover.py", tests=(CROSSING,),
+        old="table.unclaimed(pages, unpublished=True)",
+        new="table.unclaimed(pages)",
+    ),
+    Mutation(
         name="vllm-crossing-to-a-block-of-others", path=BOOKS, tests=(CROSSING,),
         old="            if page not in fresh:\n                return None\n",
         new="            pass\n",

@@ -71,6 +71,11 @@ def standing(guard: Guard) -> list[Any]:
     return [pages, rows, table.changes, table.writers, books.tags.upcoming, len(books.marked), len(books.rows.touched)]
 
 
+def unclaimed(guard: Guard, page: int) -> bool:
+    """Whether a page may be taken as it is; in the cache or not, the books end what it was."""
+    return guard._books.tables[0].unclaimed([page])
+
+
 class DecodingTwins(Twins):
     """Pages are taken and published as decode does: in the step that needs them, and in the one that fills them."""
 
@@ -125,7 +130,7 @@ class DecodingTwins(Twins):
             self.each(lambda guard: guard.finish(name))
             del self.tokens[name]
             for pages in self.held.pop(name).values():
-                idle = [page for page in pages if self.each(lambda guard, page=page: guard.may_take_over([page]))]  # type: ignore[misc]
+                idle = [page for page in pages if self.each(lambda guard, page=page: unclaimed(guard, page))]  # type: ignore[misc]
                 rest = [page for page in pages if page not in idle]
                 self.each(lambda guard, rest=rest: guard.retire(rest).reusable)  # type: ignore[misc]
                 self.free["main"][:0] = idle

@@ -241,6 +241,20 @@ def test_a_cached_block_that_is_drawn_is_taken_over_in_passing() -> None:
     assert short.guard.pages("a") == [1, 2, 20] and short.guard.page_state(20) == "allocated"
 
 
+def test_a_block_that_is_drawn_and_was_not_evicted_is_found_by_nobody() -> None:
+    """vLLM evicts each block that it draws. If one stays in the cache, another request of the pass may look it up."""
+    decode = Decode()
+    _leave_in_cache(decode, 20)
+    decode.guard.start("later")
+    hit = ("earlier", 20), 20
+    assert decode.guard.vet_hits("later", [hit]) == 1
+    decode.take("a", 20)
+    assert decode.guard.vet_hits("later", [hit]) == 0, "before the books have learnt whose it is"
+    decode.go_on()
+    decode.run()
+    assert decode.guard.vet_hits("later", [hit]) == 0 and decode.guard.pages("a") == [1, 2, 20]
+
+
 def test_a_cached_block_that_is_drawn_and_given_back_unused_is_vacant() -> None:
     """Its request was preempted or aborted before anybody looked."""
     decode = Decode()
