@@ -214,7 +214,8 @@ static PyObject *rooms_then(Work *work, PyObject **least)
 {
     Py_ssize_t rows = PyList_Size(work->rooms);
     PyObject *rooms = PyList_GetSlice(work->rooms, 0, rows);
-    int64_t lowest = UNBOUNDED, room;
+    /* A step without rows cannot go on. */
+    int64_t lowest = rows ? UNBOUNDED : 0, room;
     for (Py_ssize_t i = 0; rooms != NULL && i < work->takes; i++) {
         PyObject *value = PyLong_FromLongLong(work->taken[i].room);
         if (value == NULL || PyList_SetItem(rooms, (Py_ssize_t)work->taken[i].row, value) < 0)
@@ -226,7 +227,7 @@ static PyObject *rooms_then(Work *work, PyObject **least)
         else if (room < lowest)
             lowest = room;
     }
-    if (rooms == NULL || work->further > lowest || (*least = PyLong_FromLongLong(rows ? lowest : 0)) == NULL) {
+    if (rooms == NULL || work->further > lowest || (*least = PyLong_FromLongLong(lowest)) == NULL) {
         Py_XDECREF(rooms);
         return NULL;
     }

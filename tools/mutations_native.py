@@ -25,6 +25,7 @@ NATIVE_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("c: the room of pages", ONWARD, "take->room = take->stop * work->size - end;", ";"),
         ("c: where the row starts to write", ONWARD, "take->floor = start - start % work->size;", "take->floor = take->floor;"),
         ("c: the room in the page", ONWARD, "take->room = room < take->room ? room : take->room;", ";"),
+        ("c: a step without rows", ONWARD, "rows ? UNBOUNDED : 0", "UNBOUNDED"),
         ("c: rows that need a page and get none", ONWARD, "work->further > lowest || ", ""),
         ("c: pages that are complete", ONWARD, "if (one->need <= computed)", "if (0)"),
         ("c: progress before it is asked for", ONWARD, "PyObject *written = PyObject_CallMethodObjArgs(work->books, s_write_progress, NULL);", "PyObject *written = Py_NewRef(Py_None);"),

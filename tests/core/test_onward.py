@@ -393,6 +393,26 @@ def test_whatever_takes_a_closer_look_is_left_to_the_long_way(case: str) -> None
     assert standing(rig.guard) == before and rig.guard._books.step == step
 
 
+def test_a_step_without_rows_takes_the_long_way() -> None:
+    """As `step_again` has it: there is nothing that could be a token further."""
+    rig = Rig()
+    rig.guard.step([], [], [], [])
+    assert rig.guard.step_again() is None and rig.guard.step_onward([]) is None
+    assert rig.guard._books.step == 1
+
+
+def test_what_is_made_in_passing_has_all_that_its_class_has(made_in_c: list[bool] | None) -> None:
+    """A record and a promise that C made lack no field that their class would set, today or once it has another one."""
+    rig = decoding()
+    first = onward(rig, [(0, 5)])
+    assert first is not None and rig.judge(rig.check(first)).clean
+    assert 5 in rig.guard._books.tables[0]._records and onward(rig, [], [(1, 1, "key")]) is not None
+    record, promised = (rig.guard._books.tables[0].record(page) for page in (5, 4))
+    assert promised.promise is not None and made_in_c in (None, [True] * 2)
+    for made in (record, promised.promise):
+        assert [name for name in type(made).__slots__ if not hasattr(made, name)] == []
+
+
 def test_a_request_that_is_listed_twice_takes_the_long_way() -> None:
     """Each of its rows would take the page."""
     rig = Rig()

@@ -79,7 +79,7 @@ def test_an_unknown_engine_is_a_usage_error() -> None:
     assert code == 2 and "no engine 'vlm'" in output
 
 
-def test_the_native_parts_are_there_or_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_native_parts_are_there_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without them an engine is guarded all the same."""
     monkeypatch.setenv("KVGUARD_LEVEL", "tags")
 
@@ -95,3 +95,7 @@ def test_the_native_parts_are_there_or_named(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(vllm_doctor, "NATIVE_PARTS", ("kvguard.pools", "kvguard.nowhere"))
     ((verdict, text),) = said()
     assert verdict == "ok" and "not built: kvguard.nowhere;" in text and "C compiler" in text
+    (tmp_path / "kvguard_of_another_machine.abi3.so").write_bytes(b"no library")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(vllm_doctor, "NATIVE_PARTS", ("kvguard_of_another_machine",))
+    assert "not built: kvguard_of_another_machine;" in said()[0][1], "it is there, and cannot be loaded"
