@@ -30,8 +30,8 @@ class Decode:
     """Requests a and b in decode: a has filled its last block, b fills its own with the next token."""
 
     def __init__(self, level: str = "tags") -> None:
-        pool = PoolSpec(name="group0", num_pages=40, page_size=BLOCK)
-        guard: Any = Guard((pool,), GuardConfig.load(seed=1, level=level))
+        spec = PoolSpec(name="group0", num_pages=40, page_size=BLOCK)
+        guard: Any = Guard((spec,), GuardConfig.load(seed=1, level=level))
         self.guard = guard
         self.blocks = {"a": [block(1), block(2)], "b": [block(3), block(4)], "waiting": []}
         self.requests = {
