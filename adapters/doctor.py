@@ -11,6 +11,7 @@ import typer
 from kvguard.adapters.activation import VARIABLES, asked_for
 from kvguard.adapters.findings import ENGINES, Finding, Verdict, worst
 from kvguard.config import GuardConfig
+from kvguard.kernels.native import EXTENSIONS, extension
 
 CONTENT_ENGINES = ("vllm", "sglang")
 """Engines whose plug-in says what requests are made of, as level `keys` needs."""
@@ -28,7 +29,7 @@ def doctor(
     if unknown:
         typer.echo(f"kvguard: no engine {unknown[0]!r}; there are: {', '.join(ENGINES)}", err=True)
         raise typer.Exit(2)
-    findings = _configuration()
+    findings = [*_configuration(), _native_parts()]
     names = engine or [name for name in ENGINES if importlib.util.find_spec(name) is not None]
     for name in names:
         findings += _engine(name)
@@ -66,6 +67,15 @@ def _configuration() -> list[Finding]:
             text = f"the {proof} proof is switched off"
             findings.append(Finding(topic="configuration", verdict=Verdict.LIMIT, text=text))
     return findings
+
+
+def _native_parts() -> Finding:
+    missing = [name for name in EXTENSIONS if extension(name) is None]
+    text = "built: what a step of decode does most is done in C"
+    if missing:
+        text = f"not built from this source: {', '.join(missing)}; Python does the same, slower: install kvguard again"
+        text += " where there is a C compiler"
+    return Finding(topic="native parts", verdict=Verdict.OK, text=text)
 
 
 def _engine(name: str) -> list[Finding]:

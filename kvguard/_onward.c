@@ -241,5 +241,5 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__onward(void)
 {
-    return intern_names() ? PyModule_Create(&definition) : NULL;
+    return intern_names() ? with_interface(PyModule_Create(&definition)) : NULL;
 }

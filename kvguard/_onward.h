@@ -9,6 +9,7 @@
 #define Py_LIMITED_API 0x030B0000
 #endif
 #include <Python.h>
+#include "kernels/interface.h"
 #include <stdint.h>
 #include <string.h>
 
@@ -38,6 +39,14 @@ static inline int intern_names(void)
         return 0;
     NAMES(INTERN)
     return 1;
+}
+
+/* A module that says what it was built for; passes NULL on. */
+static inline PyObject *with_interface(PyObject *module)
+{
+    if (module != NULL && PyModule_AddIntConstant(module, "INTERFACE", KVGUARD_INTERFACE) < 0)
+        Py_CLEAR(module);
+    return module;
 }
 
 /* The references that a call holds until it ends. */

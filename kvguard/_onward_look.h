@@ -153,7 +153,7 @@ static int look_at_taken(Work *work, PyObject *grown)
 /* A page that an earlier step has filled, or will have: complete, or a promise of that step. */
 static int look_for_keeper(Work *work, Publication *one)
 {
-    int64_t computed;
+    int64_t computed = 0;
     PyObject *written = PyObject_CallMethodObjArgs(work->books, s_write_progress, NULL);
     Py_XDECREF(written);
     if (written == NULL || !small_of(one->state, s_computed, &computed))

@@ -172,5 +172,5 @@ static struct PyModuleDef definition = {
 
 PyMODINIT_FUNC PyInit__steps(void)
 {
-    return intern_names() ? PyModule_Create(&definition) : NULL;
+    return intern_names() ? with_interface(PyModule_Create(&definition)) : NULL;
 }

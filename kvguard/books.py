@@ -6,12 +6,13 @@ import os
 import time
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from kvguard.config import GuardConfig
 from kvguard.content_key import ContentHasher, draw_content_secret
+from kvguard.kernels.native import extension
 from kvguard.ledger import Ledger
 from kvguard.page_table import PageTable
 from kvguard.policy import Breaker, Quarantine
@@ -23,10 +24,8 @@ from kvguard.tags import TagCounter, draw_digest_key
 from kvguard.telemetry import Counters, emit
 from kvguard.violation import Action, Kind, Proof, Violation
 
-try:
-    from kvguard._steps import keep_promises
-except ImportError:  # No C compiler when kvguard was installed.
-    keep_promises: Callable[..., int] | None = None  # type: ignore[no-redef]
+_STEPS: Any = extension("kvguard._steps")
+keep_promises: Callable[[PageTable, list[tuple[int, Promise]]], int] | None = _STEPS and _STEPS.keep_promises
 
 if TYPE_CHECKING:
     from kvguard.batch import Batch, PendingStep

@@ -17,17 +17,16 @@ import numpy as np
 from kvguard.batch import Again, Batch, PendingStep
 from kvguard.books import Books, page_ids
 from kvguard.content_calls import ContentBinding
+from kvguard.kernels.native import extension
 from kvguard.messages import Int64, StepDelta
 from kvguard.packing import plain_sections, with_changes
 from kvguard.page_table import PageRecord, Promise
 from kvguard.requests import DIGEST, FIELDS, FLOOR, STOP, UNBOUNDED, RequestState
 
-try:
-    from kvguard._onward import advance
-    from kvguard._steps import grown_by_one as grown_in_c
-except ImportError:  # No C compiler when kvguard was installed.
-    advance: Callable[..., Any] | None = None  # type: ignore[no-redef]
-    grown_in_c: Callable[..., Any] | None = None  # type: ignore[no-redef]
+_ONWARD: Any = extension("kvguard._onward")
+_STEPS: Any = extension("kvguard._steps")
+advance: Callable[..., Any] | None = _ONWARD and _ONWARD.advance
+grown_in_c: Callable[..., list[tuple[int, Any]] | None] | None = _STEPS and _STEPS.grown_by_one
 
 
 def grown_by_one(names: list[str], lists: dict[str, list[Any]], counts: list[int]) -> list[tuple[int, Any]] | None:

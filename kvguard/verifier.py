@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from kvguard.fused import FusedCheck, evidence_width
 from kvguard.kernels.backend import DEVICE_BACKENDS, check_backend, default_backend
 from kvguard.kernels.host_check import BoundCheck
+from kvguard.kernels.native import extension
 from kvguard.kernels.scatter_tags import scatter_tags
 from kvguard.kernels.verify_pages import layout, verify_pages
 from kvguard.kernels.verify_slots import verify_slots
@@ -26,11 +27,9 @@ from kvguard.step_arrays import NumpyArrays, TorchArrays
 from kvguard.step_buffer import StepBuffer
 from kvguard.telemetry import emit
 
-try:
-    from kvguard._steps import change_tags, renew
-except ImportError:  # No C compiler when kvguard was installed.
-    change_tags: Callable[..., None] | None = None  # type: ignore[no-redef]
-    renew: Callable[..., bool] | None = None  # type: ignore[no-redef]
+_STEPS: Any = extension("kvguard._steps")
+change_tags: Callable[..., None] | None = _STEPS and _STEPS.change_tags
+renew: Callable[..., bool] | None = _STEPS and _STEPS.renew
 
 __all__ = ["PendingVerdicts", "PoolInputs", "Verifier", "record_rows"]
 

@@ -11,13 +11,12 @@ from kvguard.adapters.vllm import layout, plugin
 
 PLUGIN_GROUP = "vllm.general_plugins"
 PLUGIN_TARGET = "kvguard.adapters.vllm.plugin:register"
-NATIVE_PARTS = ("kvguard.kernels.host_check._native", "kvguard._onward", "kvguard._steps")
 
 
 def examine() -> list[Finding]:
     """Version, plug-in, hook points, and what is not covered."""
     version = version_finding("vllm", layout.vllm_version(), layout.TESTED_RELEASES)
-    return [version, _plugin(), *_hook_points(), _native_parts(), *_limits()]
+    return [version, _plugin(), *_hook_points(), *_limits()]
 
 
 def _finding(topic: str, verdict: Verdict, text: str) -> Finding:
@@ -51,23 +50,6 @@ def _hook_points() -> list[Finding]:
         else:
             findings.append(_finding(what, Verdict.OK, "its functions are what kvguard expects"))
     return findings
-
-
-def _native_parts() -> Finding:
-    missing = [name for name in NATIVE_PARTS if not _loads(name)]
-    if not missing:
-        return _finding("native parts", Verdict.OK, "built: a clean step on a CPU is found to be one in C")
-    text = f"not built: {', '.join(missing)}; Python does the same, slower: install kvguard where there is a C compiler"
-    return _finding("native parts", Verdict.OK, text)
-
-
-def _loads(name: str) -> bool:
-    """One that is there may have been built for another machine: kvguard goes on without it then."""
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        return False
-    return True
 
 
 def _load(module: str, name: str) -> Any:

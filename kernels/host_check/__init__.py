@@ -14,11 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-_native: Any
-try:
-    from kvguard.kernels.host_check import _native
-except ImportError:
-    _native = None
+from kvguard.kernels.native import extension
+
+_native: Any = extension("kvguard.kernels.host_check._native")
 
 __all__ = ["BoundCheck", "bind", "is_built"]
 

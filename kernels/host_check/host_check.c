@@ -20,6 +20,7 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "../interface.h"
 #include "../mixing.h"
 
 #define RECORD_WORDS 4
@@ -385,7 +386,7 @@ static int fill(PyObject *module)
         return -1;
     const int failed = PyModule_AddObjectRef(module, "HostCheck", type);
     Py_DECREF(type);
-    return failed;
+    return failed ? failed : PyModule_AddIntConstant(module, "INTERFACE", KVGUARD_INTERFACE);
 }
 
 static PyModuleDef_Slot slots_of_module[] = {{Py_mod_exec, fill}, {0, NULL}};

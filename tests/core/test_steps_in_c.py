@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from kvguard.kernels.scatter_tags.reference import scatter_tags
 from kvguard.page_table import Promise
+from tests.core.decoding_twins import standing
 from tests.core.support import MAIN, Rig
-from tests.core.test_onward import standing
 
 torch = pytest.importorskip("torch")
 books_module, onward_module, verifier_module = (

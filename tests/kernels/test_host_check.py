@@ -28,7 +28,7 @@ from tests.kernels.token_row_cases import Arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "kernels" / "host_check" / "host_check.c"
-MIXING = ROOT / "kernels" / "mixing.h"
+HEADERS_OF_OURS = [ROOT / "kernels" / name for name in ("interface.h", "mixing.h")]
 COMPILER = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
 HEADERS = Path(sysconfig.get_path("include"))
 built = pytest.mark.skipif(not is_built(), reason="NATIVE CHECK NOT TESTED: kvguard was installed without a C compiler")
@@ -217,9 +217,11 @@ def build(source: str, path: Path, *options: str) -> None:
 @pytest.mark.slow
 def test_a_check_that_lacks_anything_gives_a_wrong_answer(tmp_path: Path) -> None:
     """One thing at a time is taken out of the source. The source itself gives none, and no sum in it overflows."""
-    include = '#include "../mixing.h"\n'
-    assert include in SOURCE.read_text()
-    text = SOURCE.read_text().replace(include, MIXING.read_text())
+    text = SOURCE.read_text()
+    for header in HEADERS_OF_OURS:
+        include = f'#include "../{header.name}"\n'
+        assert include in text
+        text = text.replace(include, header.read_text())
     for number, (name, old, new) in enumerate(MUTANTS):
         assert text.count(old) == 1, f"{name}: its text is there {text.count(old)} times"
         build(text.replace(old, new), tmp_path / f"{number}.so")

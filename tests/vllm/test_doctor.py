@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import json
+import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from kvguard.adapters import doctor as doctor_module
 from kvguard.adapters import findings as findings_module
-from kvguard.adapters.vllm import doctor as vllm_doctor
 from kvguard.adapters.vllm import layout
 from kvguard.cli import build_app
+from kvguard.kernels import native
 
 
 def run(*arguments: str) -> tuple[int, list[dict[str, str]], str]:
@@ -85,17 +87,21 @@ def test_the_native_parts_are_there_or_named(tmp_path: Path, monkeypatch: pytest
 
     def said() -> list[tuple[str, str]]:
         _, findings, _ = run("--engine", "vllm")
-        return [(found["verdict"], found["text"]) for found in findings if found["topic"] == "vllm native parts"]
+        return [(found["verdict"], found["text"]) for found in findings if found["topic"] == "native parts"]
+
+    def stand_in(name: str, interface: int) -> str:
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(INTERFACE=interface))
+        return name
 
     declared = tomllib.loads((Path(__file__).resolve().parents[2] / "pyproject.toml").read_text())
-    assert list(vllm_doctor.NATIVE_PARTS) == [part["name"] for part in declared["tool"]["setuptools"]["ext-modules"]]
+    assert list(native.EXTENSIONS) == [part["name"] for part in declared["tool"]["setuptools"]["ext-modules"]]
     # Stand-ins: this environment may have been built with a compiler or without.
-    monkeypatch.setattr(vllm_doctor, "NATIVE_PARTS", ("kvguard.pools",))
-    assert said() == [("ok", "built: a clean step on a CPU is found to be one in C")]
-    monkeypatch.setattr(vllm_doctor, "NATIVE_PARTS", ("kvguard.pools", "kvguard.nowhere"))
-    ((verdict, text),) = said()
-    assert verdict == "ok" and "not built: kvguard.nowhere;" in text and "C compiler" in text
+    built, older = stand_in("kvguard_built", native.INTERFACE), stand_in("kvguard_older", native.INTERFACE - 1)
+    monkeypatch.setattr(doctor_module, "EXTENSIONS", (built,))
+    assert said() == [("ok", "built: what a step of decode does most is done in C")]
     (tmp_path / "kvguard_of_another_machine.abi3.so").write_bytes(b"no library")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(vllm_doctor, "NATIVE_PARTS", ("kvguard_of_another_machine",))
-    assert "not built: kvguard_of_another_machine;" in said()[0][1], "it is there, and cannot be loaded"
+    for missing in ("kvguard.nowhere", older, "kvguard_of_another_machine"):
+        monkeypatch.setattr(doctor_module, "EXTENSIONS", (built, missing))
+        ((verdict, text),) = said()
+        assert verdict == "ok" and f"not built from this source: {missing};" in text and "C compiler" in text
