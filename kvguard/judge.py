@@ -66,6 +66,11 @@ class Judgement(NamedTuple):
         return not (self.violations or self.withheld or self.aborts)
 
 
+# Half of what a call of the named tuple's class takes, and every step of decode makes a few.
+_new = tuple.__new__
+NOBODY: frozenset[str] = frozenset()
+
+
 class _Mismatch(NamedTuple):
     pool: int
     column: int
@@ -101,7 +106,7 @@ def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgem
         _confirm(books, pending, None)
         if pending.promises:
             books.settle_verified(pending.promises)
-        return Judgement(step=pending.step)
+        return _new(Judgement, (pending.step, (), NOBODY, (), (), False))
     of_padding = [describe_padding(books, pending, writes, pool) for pool in padding if writes is not None]
     judgement = _judge_flagged(books, pending, verdicts, sorted({*flagged, *pending.suspects}))
     if not of_padding:

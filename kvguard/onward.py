@@ -23,6 +23,8 @@ from kvguard.packing import plain_sections, with_changes
 from kvguard.page_table import PageRecord, Promise
 from kvguard.requests import DIGEST, FIELDS, FLOOR, STOP, UNBOUNDED, RequestState
 
+# Half of what a call of the named tuple's class takes, and every step of decode makes a few.
+_new = tuple.__new__
 _ONWARD: Any = extension("kvguard._onward")
 _STEPS: Any = extension("kvguard._steps")
 advance: Callable[..., Any] | None = _ONWARD and _ONWARD.advance
@@ -55,7 +57,7 @@ def repeat_step(books: Books, step: int, tokens: int) -> tuple[StepDelta, Pendin
     assert batch.body is not None
     again.further = further
     pending = PendingStep(step, batch, again.ends, again.enforce, books.tags.upcoming, further)
-    return StepDelta(step, batch.requests, again.enforce, batch.body, batch.sections, True), pending
+    return _new(StepDelta, (step, batch.requests, again.enforce, batch.body, batch.sections, True)), pending
 
 
 def continue_step(
@@ -77,7 +79,7 @@ def continue_step(
     again = _unchanged(books, batch)
     if again is None or batch is None or len(books.tables) != 1 or books.quarantine:
         return None
-    contents = _contents_of(books, batch, published)
+    contents = _contents_of(books, batch, published) if books.checks_contents else [None] * len(published)
     if contents is None:
         return None
     if again.rooms is None:
@@ -123,7 +125,7 @@ def _in_one_call(
     again, body, table = batch.again, batch.body, books.tables[0]
     if again is None or body is None or len(books.tables) != 1 or books.quarantine:
         return None
-    contents = _contents_of(books, batch, published)
+    contents = _contents_of(books, batch, published) if books.checks_contents else [None] * len(published)
     if contents is None:
         return None
     size, enforce, taken, packed = table.spec.page_size, again.enforce, len(grown), None
@@ -156,16 +158,14 @@ def _in_one_call(
     if done is NotImplemented:
         return None
     if packed is None:
-        return StepDelta(step, batch.requests, enforce, body, batch.sections, True), pending
+        return _new(StepDelta, (step, batch.requests, enforce, body, batch.sections, True)), pending
     return _message(books, batch, step, packed, taken, enforce), pending
 
 
 def _contents_of(
     books: Books, batch: Batch, published: Sequence[tuple[int, int, Hashable]]
 ) -> list[ContentBinding | None] | None:
-    """What each page that is published holds, where contents are checked; None where one must not be published."""
-    if not books.checks_contents:
-        return [None] * len(published)
+    """What each page that is published holds; None where one must not be published."""
     size, found = books.tables[0].spec.page_size, list[ContentBinding | None]()
     for row, column, _ in published:
         state = batch.states[row]
@@ -311,4 +311,4 @@ def _message(
     plain, kept = plain_sections(books, batch), batch.sections_with
     if kept is None or kept[0] is not plain or kept[1] != count:
         kept = batch.sections_with = plain, count, with_changes(plain, words, [count])
-    return StepDelta(step, batch.requests, enforce, packed, kept[2])
+    return _new(StepDelta, (step, batch.requests, enforce, packed, kept[2], False))

@@ -317,7 +317,9 @@ class PageTable:
 
     def unpublish(self, page: int) -> Promise | None:
         """The page can no longer be found in the cache; returns its open promise, if it had one."""
-        record = self.record(page)
+        record = self._records.get(page)
+        if record is None:
+            return None
         promise = record.promise
         record.publication = record.promise = record.content = None
         return promise

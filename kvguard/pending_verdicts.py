@@ -11,6 +11,9 @@ from kvguard.kernels.verify_pages import layout
 from kvguard.messages import NO_EVIDENCE, Evidence, Verdicts
 from kvguard.pools import GuardSetup
 
+# Half of what a call of the named tuple's class takes, and every step of decode makes a few.
+_new = tuple.__new__
+
 
 def record_rows(setup: GuardSetup, rows: int) -> tuple[int, int]:
     """Of the records that each pool has of a step: how many are of what rows read, and how many of what is written.
@@ -79,7 +82,7 @@ class PendingVerdicts(NamedTuple):
         records: Any = found if self.reads is None else found[:, : self.reads] if self.reads else None
         writes = None if self.reads is None or self.reads == found.shape[1] else found[:, self.reads :]
         if self.clean or not np.count_nonzero(found[:, :, layout.FLAGS]):
-            return Verdicts(self.step, records, NO_EVIDENCE, True, writes)
+            return _new(Verdicts, (self.step, records, NO_EVIDENCE, True, writes))
         evidence: dict[str, tuple[Evidence, ...]] = {}
         for pool, (entries, rows) in self.evidence.items():
             host_rows, host_entries = _to_numpy(rows), _to_numpy(entries)

@@ -27,6 +27,8 @@ from kvguard.step_arrays import NumpyArrays, TorchArrays
 from kvguard.step_buffer import StepBuffer
 from kvguard.telemetry import emit
 
+# Half of what a call of the named tuple's class takes, and every step of decode makes a few.
+_new = tuple.__new__
 _STEPS: Any = extension("kvguard._steps")
 change_tags: Callable[..., None] | None = _STEPS and _STEPS.change_tags
 renew: Callable[..., bool] | None = _STEPS and _STEPS.renew
@@ -263,7 +265,7 @@ class Verifier:
                 if not launch.bound(view, pool):  # type: ignore[misc]  # all are bound, or none is
                     break
             else:
-                return PendingVerdicts(step, record, NO_EVIDENCE, None, reads, view, True)
+                return _new(PendingVerdicts, (step, record, NO_EVIDENCE, None, reads, view, True))
             parts = [part for of_pool in record for part in (of_pool[:reads], of_pool[reads:])]
         evidence = {}
         place = 0

@@ -48,7 +48,7 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("again: how far the last step went", AGAIN, "    again.further = further\n", ""),
         ("onward: other pools", ONWARD, " or batch is None or len(books.tables) != 1 or", " or batch is None or"),
         ("onward: pages in quarantine", ONWARD, " or batch is None or len(books.tables) != 1 or books.quarantine:", " or batch is None or len(books.tables) != 1:"),
-        ("onward: contents that are compared", ONWARD, "    contents = _contents_of(books, batch, published)\n    if contents is None:\n        return None\n    if again", "    contents = [None] * len(published)\n    if again"),
+        ("onward: contents that are compared", ONWARD, "    contents = _contents_of(books, batch, published) if books.checks_contents else [None] * len(published)\n    if contents is None:\n        return None\n    if again", "    contents = [None] * len(published)\n    if again"),
         ("onward: requests that are listed twice", ONWARD, "rooms is None or not again.distinct:", "rooms is None:"),
         ("onward: the room of rows that grew", ONWARD, "        rooms[row] = room\n", "        pass\n"),
         ("onward: rows that need a page and get none", ONWARD, "    if further > room:\n        return None\n", ""),

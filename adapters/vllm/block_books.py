@@ -23,6 +23,10 @@ REPEATS_MAX = 64
 """Steps in a row that are taken for the last one, a token further; then one is looked at in full again."""
 
 
+# Half of what a call of the named tuple's class takes, and every step of decode makes a few.
+_new = tuple.__new__
+
+
 class StepPayload(NamedTuple):
     """What rides on a SchedulerOutput: the delta and, with the first step, what a worker needs for its Verifier."""
 
@@ -168,7 +172,7 @@ class BlockBooks:
         if names == self._in_step and self._repeats < REPEATS_MAX:
             delta = self._another_token(output.total_num_scheduled_tokens, names)
             if delta is not None:
-                return StepPayload(None, delta)
+                return _new(StepPayload, (None, delta))
         drafts = output.scheduled_spec_decode_tokens
         counts = [list(map(len, map(blocks.__getitem__, names))) for blocks in self._blocks_of]
         steady = not self._published and counts == self._counts and names == self._in_step
