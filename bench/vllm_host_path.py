@@ -68,6 +68,7 @@ class GuardedStep:
         self._filled: list[str] = []
         self._growing: list[str] = []
         self._publishing: list[Any] = []
+        self._answer: Any = None
         self._key = 0
         # What the runner says of a step without padding lanes.
         tables = engine.runner.input_batch.block_table.block_tables
@@ -97,7 +98,7 @@ class GuardedStep:
             requests[name].num_computed_tokens += 1
         self._filled = [name for name in names if requests[name].num_computed_tokens % BLOCK == 0]
         self._growing = [name for name in names if requests[name].num_computed_tokens % BLOCK == 1]
-        self._publishing = self._blocks_filled()
+        self._publishing, self._answer = self._blocks_filled(), SimpleNamespace()
         if len(self._filled) == len(self._growing) == 2:
             return "natural"
         return "publish" if self._filled else "draw" if self._growing else "steady"
@@ -124,8 +125,7 @@ class GuardedStep:
         payload = self._side._payload(self._output)
         self._worker._payload = payload
         self._worker._verify(self._slots)
-        answer = self._worker._deliver(SimpleNamespace())
-        self._side._verdicts.act(payload.delta, answer)
+        self._side._verdicts.act(payload.delta, self._worker._deliver(self._answer))
 
 
 def fill_cache(engine: Any) -> None:

@@ -65,7 +65,7 @@ KERNEL_MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *of_file("kernels/scatter_tags/triton_op.py", ("triton: each pool's own tags", TRITON, "tl.load(packed + tl.load(pool + TAGS) + change,", "tl.load(packed + tl.load(pool + PAGES) + change,")),
     *of_file("kernels/scatter_tags/reference.py", ("numpy: the tag mirror", STEPS, "page_tag[page] = tag", "pass")),
-    *of_file("kernels/scatter_tags/torch_op.py", ("torch: the tag mirror", STEPS, "page_tag.index_add_(0, target, torch.where(inside, tags - page_tag[target], 0))", "pass")),
+    *of_file("kernels/scatter_tags/torch_op.py", ("torch: the tag mirror", "tests/kernels/test_scatter_tags.py", "page_tag.index_add_(0, target, torch.where(inside, tags - page_tag[target], 0))", "pass")),
     *of_file("kernels/mixing.py", ("the column in the digest", GENERIC, "(columns * _COLUMN_MULTIPLIER + np.array(key, np.uint64))", "np.array(key, np.uint64)")),
     *of_file(
         "kernels/stamp_rows/torch_op.py",
