@@ -14,7 +14,7 @@
 #include <string.h>
 
 /* Rows that take or publish a page in one step; a step with more of them goes the Python way. */
-#define MOST 64
+#define MOST 32
 /* References that a step of so many rows needs at most, with room. */
 #define KEPT (48 * MOST)
 /* Pages, rows and lengths are taken up to here, so that sums and products of a few of them stay within 64 bits. */

@@ -122,7 +122,7 @@ class PageHandover(ContentCalls):
         """
         books = self._books
         table = books.tables[0 if pool is None else books.index(pool)]
-        return not books.quarantine and table.unclaimed(pages, unpublished=True)
+        return not books.quarantine.pages and table.unclaimed(pages, unpublished=True)
 
     def vet(self, pages: Sequence[int], *, pool: str | None = None) -> list[int]:
         """Which of these pages may not be handed out: still held, in quarantine, the null page, outside the pool.

@@ -103,7 +103,12 @@ def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgem
             # Broken after this step was built: its writer's forward failed, or its tokens were taken back.
             pending.suspects.setdefault(row, never_ran(promise))
     if not (flagged or pending.suspects or pending.condemned or padding):
-        _confirm(books, pending, None)
+        before = books.progress
+        if pending.unmoved and (before is None or before.base is pending.base):
+            # It ends no earlier than the one whose place it takes.
+            books.progress = pending
+        else:
+            _confirm(books, pending, None)
         if pending.promises:
             books.settle_verified(pending.promises)
         return _new(Judgement, (pending.step, (), NOBODY, (), (), False))
@@ -117,12 +122,7 @@ def judge_step(books: Books, pending: PendingStep, verdicts: Verdicts) -> Judgem
 
 def _confirm(books: Books, pending: PendingStep, unproven: set[int] | None) -> None:
     """Verified rows of requests that are still in the same incarnation have computed up to their end."""
-    batch, before = pending.batch, books.progress
-    if not unproven and pending.unmoved:
-        if before is None or before.base is pending.base:
-            # It ends no earlier than the one whose place it takes.
-            books.progress = pending
-            return
+    batch = pending.batch
     books.write_progress()
     for row, state in enumerate(batch.states):
         if unproven and row in unproven or state.stalled:

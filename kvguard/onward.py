@@ -123,7 +123,7 @@ def _in_one_call(
     A step makes few calls here: between two forwards each costs more than what it does.
     """
     again, body, table = batch.again, batch.body, books.tables[0]
-    if again is None or body is None or len(books.tables) != 1 or books.quarantine:
+    if again is None or body is None or len(books.tables) != 1 or books.quarantine.pages:
         return None
     contents = _contents_of(books, batch, published) if books.checks_contents else [None] * len(published)
     if contents is None:

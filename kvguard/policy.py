@@ -16,34 +16,35 @@ class Quarantine:
 
     def __init__(self, bound: int) -> None:
         self._bound = bound
-        self._pages: set[tuple[str, int]] = set()
+        self.pages: set[tuple[str, int]] = set()
+        """(pool, page); to be looked at alone, where the question is asked in every step."""
         self.refused = 0
         """How often the bound was hit: pages that should have been quarantined and were not."""
 
     def __len__(self) -> int:
-        return len(self._pages)
+        return len(self.pages)
 
     def __contains__(self, place: tuple[str, int]) -> bool:
-        return place in self._pages
+        return place in self.pages
 
     @property
     def full(self) -> bool:
-        return len(self._pages) >= self._bound
+        return len(self.pages) >= self._bound
 
     def mark(self, pool: str, page: int) -> bool:
         """Quarantine the page; False (and counted) if the bound is reached."""
-        if (pool, page) in self._pages:
+        if (pool, page) in self.pages:
             return True
         if self.full:
             self.refused += 1
             return False
-        self._pages.add((pool, page))
+        self.pages.add((pool, page))
         return True
 
     def release(self, pool: str) -> list[int]:
         """Let go of every page of a pool; returns them, ascending."""
-        pages = sorted(page for name, page in self._pages if name == pool)
-        self._pages = {place for place in self._pages if place[0] != pool}
+        pages = sorted(page for name, page in self.pages if name == pool)
+        self.pages = {place for place in self.pages if place[0] != pool}
         return pages
 
 

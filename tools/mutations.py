@@ -156,7 +156,7 @@ MUTATIONS: Final[tuple[Mutation, ...]] = (
         ("the quarantine of vetted pages", SHORT, "if not books.quarantine and table.may_be_handed_out(pages):", "if table.may_be_handed_out(pages):"),
         ("the quarantine of pages given back that nobody holds", TAG, "done = 0 if books.quarantine else table.retire_idle(pages, by)", "done = table.retire_idle(pages, by)"),
         ("the note that ledgers changed", SHORT, "        books.rows.touched.update(states)\n", ""),
-        ("the quarantine of what may be handed out", SHORT, "return not books.quarantine and table", "return table"),
+        ("the quarantine of what may be handed out", SHORT, "return not books.quarantine.pages and table", "return table"),
     ),
     *of_file(
         "kvguard/books.py",

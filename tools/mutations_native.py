@@ -108,9 +108,9 @@ NATIVE_MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *of_file(
         "kvguard/onward.py",
-        ("c: other pools", ONWARD, "body is None or len(books.tables) != 1 or books.quarantine:", "body is None or books.quarantine:"),
+        ("c: other pools", ONWARD, "body is None or len(books.tables) != 1 or books.quarantine.pages:", "body is None or books.quarantine.pages:"),
         ("c: contents that are compared", ONWARD, "    contents = _contents_of(books, batch, published) if books.checks_contents else [None] * len(published)\n    if contents is None:\n        return None\n    size", "    contents = [None] * len(published)\n    size"),
-        ("c: pages in quarantine", ONWARD, "body is None or len(books.tables) != 1 or books.quarantine:", "body is None or len(books.tables) != 1:"),
+        ("c: pages in quarantine", ONWARD, "body is None or len(books.tables) != 1 or books.quarantine.pages:", "body is None or len(books.tables) != 1:"),
         ("c: requests that are looked at closer", ONWARD, " or books.marked or books.rows.touched or table.changes:", " or books.rows.touched or table.changes:"),
         ("c: ledgers that have changed", ONWARD, " or books.marked or books.rows.touched or table.changes:", " or books.marked or table.changes:"),
         ("c: tags that have changed", ONWARD, " or books.marked or books.rows.touched or table.changes:", " or books.marked or books.rows.touched:"),

@@ -125,9 +125,9 @@ STEP_MUTATIONS: Final[tuple[Mutation, ...]] = (
     ),
     *of_file(
         "kvguard/judge.py",
-        ("progress of steps whose rows were moved", AGAIN, "if not unproven and pending.unmoved:", "if not unproven:"),
-        ("progress that another batch would overwrite", AGAIN, "        if before is None or before.base is pending.base:\n", "        if True:\n"),
-        ("progress that was noted", AGAIN, "            books.progress = pending\n", ""),
+        ("progress of steps whose rows were moved", AGAIN, "if pending.unmoved and (before is None", "if (before is None"),
+        ("progress that another batch would overwrite", AGAIN, "if pending.unmoved and (before is None or before.base is pending.base):", "if pending.unmoved:"),
+        ("progress that was noted", AGAIN, "            books.progress = pending\n", "            pass\n"),
         ("progress before a row is flagged", AGAIN, "    # What was verified before stands, also of requests that stall now.\n    books.write_progress()\n", ""),
     ),
     *of_file(

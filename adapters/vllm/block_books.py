@@ -108,7 +108,8 @@ class BlockBooks:
 
     def _taken(self, blocks: list[Any], get_new_blocks: Callable[..., Any]) -> list[Any]:
         """Blocks left the free queue. One that a request still holds is left to it, and another is drawn."""
-        pages = [block.block_id for block in blocks]
+        # One in decode, in most calls.
+        pages = [blocks[0].block_id] if len(blocks) == 1 else [block.block_id for block in blocks]
         if len(self._groups) == 1 and self.guard.may_take_over(pages):
             # One that was cached until now is taken over as it is, so that decode goes on the short way. It stays known
             # as the group's: given back by a request that never got to use it, it is retired then.

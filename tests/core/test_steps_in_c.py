@@ -110,7 +110,7 @@ def test_more_promises_than_one_call_keeps(monkeypatch: pytest.MonkeyPatch) -> N
     rig.allocate("a", 1)
     books = rig.guard._books
     promises = [(0, Promise("main", 1, 0, books.state("a"), 4)) for _ in range(100)]
-    assert books_module.keep_promises(books.tables[0], promises) == 64
+    assert books_module.keep_promises(books.tables[0], promises) == 32
     books.settle_verified(promises)
     assert all(promise.kept for _, promise in promises)
     calls: list[Any] = [(books.tables[0],), (books.tables[0], ()), (None, [])]
