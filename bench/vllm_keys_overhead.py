@@ -90,15 +90,12 @@ class KeysOrTags(SteppedEngine):
         self._keys = True
 
     def _use(self, higher: bool) -> None:
-        from kvguard.violation import Proof
-
         guard = self._side.guard
         books = guard._books
         assert not books.requests
         assert self._engine.reset_prefix_cache()
         self._side._contents = self._contents if higher else None
-        guard._contents = self._keys = higher
-        books.proofs = books.proofs | {Proof.CONTENT_KEY} if higher else books.proofs - {Proof.CONTENT_KEY}
+        guard._contents = books.checks_contents = self._keys = higher
 
     def guard(self) -> dict[str, Any]:
         return self._made.guard()

@@ -38,7 +38,7 @@ class ContentCalls:
 
     def __init__(self, books: Books) -> None:
         self._books = books
-        self._contents = Proof.CONTENT_KEY in books.proofs
+        self._contents = books.checks_contents
 
     @property
     def wants_contents(self) -> bool:

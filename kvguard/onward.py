@@ -71,23 +71,30 @@ def continue_step(
 
     grown: (row, page); published: (row, column, the engine's cache key).
     """
-    batch = books.batch
-    if advance is not None and batch is not None:
-        made = _in_one_call(books, batch, step, grown, published, tokens)
-        if made is not None:
-            return made
-    again = _unchanged(books, batch)
-    if again is None or batch is None or len(books.tables) != 1 or books.quarantine:
+    batch, table = books.batch, books.tables[0]
+    again = None if batch is None else batch.again
+    # `_unchanged` and what else makes it the long way, in one place: between two forwards each call costs more than
+    # what it does.
+    if again is None or batch is None or batch.body is None or len(books.tables) != 1 or books.quarantine.pages:
         return None
-    contents = _contents_of(books, batch, published) if books.checks_contents else [None] * len(published)
+    size = table.spec.page_size
+    if size is None or again.enforce is not books.enforcing or books.marked or books.rows.touched or table.changes:
+        return None
+    contents: list[ContentBinding | None] | None = [None] * len(published)
+    if books.checks_contents:
+        contents = _contents_of(books, batch, published)
     if contents is None:
         return None
     if again.rooms is None:
         _look_for_room(books, batch, again)
-    size, rooms = books.tables[0].spec.page_size, again.rooms
-    if size is None or rooms is None or not again.distinct:
+    rooms = again.rooms
+    if rooms is None or not again.distinct:
         return None
     further = again.further + tokens
+    if advance is not None:
+        made = _in_one_call(books, batch, again, step, grown, published, contents, size, further)
+        if made is not None:
+            return made
     taken = _pages_to_take(books, batch, again, grown, size)
     publications = _publications_to_make(books, batch, again, published, size, further)
     if taken is None or publications is None:
@@ -113,33 +120,20 @@ def continue_step(
 def _in_one_call(
     books: Books,
     batch: Batch,
+    again: Again,
     step: int,
     grown: Sequence[tuple[int, int]],
     published: Sequence[tuple[int, int, Hashable]],
-    tokens: int,
+    contents: list[ContentBinding | None],
+    size: int,
+    further: int,
 ) -> tuple[StepDelta, PendingStep] | None:
-    """What `continue_step` comes to, in C (`_onward.c`); None, with nothing changed, in all but the usual case.
-
-    A step makes few calls here: between two forwards each costs more than what it does.
-    """
-    again, body, table = batch.again, batch.body, books.tables[0]
-    if again is None or body is None or len(books.tables) != 1 or books.quarantine.pages:
-        return None
-    contents = _contents_of(books, batch, published) if books.checks_contents else [None] * len(published)
-    if contents is None:
-        return None
-    size, enforce, taken, packed = table.spec.page_size, again.enforce, len(grown), None
-    if size is None or enforce is not books.enforcing or books.marked or books.rows.touched or table.changes:
-        return None
-    if again.rooms is None:
-        _look_for_room(books, batch, again)
-    if not again.distinct:
-        return None
-    further = again.further + tokens
+    """The rest of `continue_step` in C (`_onward.c`); None, with nothing changed, in all but the usual case."""
+    body, table, enforce, taken, packed = batch.body, books.tables[0], again.enforce, len(grown), None
+    assert body is not None and advance is not None
     if taken:
         packed = np.empty(len(body) + 3 * taken, np.int64)
     pending = PendingStep(step, batch, again.ends, enforce, books.tags.upcoming + taken, further)
-    assert advance is not None
     done = advance(
         books,
         table,
